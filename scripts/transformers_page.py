@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from sglang.srt.plan.families import SERVED_ARCHITECTURES
+from sglang.srt.towers.transformers_class.spec import MODEL_TYPES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "transformers_models.md"
@@ -51,7 +52,10 @@ A class that a checkpoint brings as Python code runs only with `--trust-remote-c
 - `NGRAM` and `STANDALONE` drafts. Other drafts read hidden states of layers and are refused.
 - `--tp-size`, where the class has a plan for it. Attention that the plan does not divide is whole on every rank.
 - `--ep-size`, where the class calls its experts through transformers' interface.
-- `--pp-size`, `--attn-dp-size`, `--dcp-size` and two-batch overlap are refused.
+- `--pp-size`, where the class has a plan for stages: each layer takes and returns the residual stream alone.
+  A stage has its layers' weights; the first one has the embedding, the last one the final norm and the head.
+- `--dp-size`: replicas.
+- `--attn-dp-size`, `--dcp-size` and two-batch overlap are refused.
 - CUDA graphs are tried at start-up. If the class cannot be captured, the log says so and steps run kernel by kernel.
   On an H200 the classes of Qwen3-8B, Llama 3.1 8B, OLMo 3, Granite, Phi-3, Command R7B (Cohere2), Gemma 2 and
   ERNIE 4.5 MoE were captured for all batch sizes at default flags (the last six with eight layers or fewer).
@@ -71,6 +75,25 @@ somewhat less speed than from a family. On an H200 (2026-11-30, bf16, random wei
 With the class's own norms and rotations the ratios were 1.82, 1.47, 1.26, 1.51, 1.37 and 1.18. They remain where
 neighbouring dims rotate together (Cohere, GLM-4, ERNIE 4.5) or where norms come after the rotation (Hunyuan).
 Attention over latents (MLA) has its keys and values expanded in the cache: heads times their sizes a token.
+
+## Images
+
+    sglang serve --model-path llava-hf/llava-1.5-7b-hf  # GPU
+    sglang serve --model-path HuggingFaceTB/SmolVLM2-2.2B-Instruct  # GPU
+
+Classes of these model types also read images: {image_types}.
+The class's own modules encode them, in the type of the weights, and its image processor in transformers prepares the
+pictures.
+A request may have several. Chunks may cut an image, prefixes are known by the picture, and features are kept, as with
+[images of other models](caches.md#images).
+
+- An image of `llava` is one run of placeholders, or, over Pixtral's encoder, a run for each row, as with `mistral3`.
+  Those of `idefics3` and `smolvlm` are tiles with a run each, and those of `internvl` tiles in one run.
+- Each token stands for a square of pixels. Other encoders are refused: those that cut edges off (`llava_next`), see
+  images both ways (`paligemma`), have positions with sections (`qwen2_vl`) or add features behind layers.
+- Videos are not read. `--mm-enable-dp-encoder` is refused, and every rank of `--tp-size` encodes by itself.
+- An image is encoded at once, not in slices between decode steps.
+- `--language-model-only` serves the text alone, without the weights of the encoder.
 
 """
 
@@ -100,6 +123,17 @@ Each text is in one step as a whole, beside others and without padding. Nothing 
 """
 
 TEXTS_SERVED = """\
+The five published forms were compared by hand with sentence-transformers 6.2.0 (2026-11-30, fp32 on a CPU, random
+weights, six texts of 1 to 60 words, of which three run at once):
+
+| form | largest difference of a normalized embedding |
+|---|---|
+| MiniLM: BERT, mean | 1.0e-7 |
+| BGE: BERT, first state | 1.2e-7 |
+| ModernBERT, mean | 8.9e-8 |
+| Qwen3-Embedding: last state | 1.8e-7 |
+| EmbeddingGemma: both ways, mean, two `Dense` | 3.7e-7 |
+
 Each was compared with itself in transformers {version}, as above, with three texts side by side:
 
 """
@@ -116,13 +150,22 @@ Those of a family run by it, unless `--model-impl transformers` asks for the cla
 REFUSED = """\
 ## Classes that are refused
 
+Also refused are a class with a convolution over neighbouring tokens, because requests lie side by side in a step, and
+any other class in which a token's logits change with the tokens of other requests: the check at start-up tries it.
+transformers older than 5 serves no classes.
+
 """
+
+
+def _introduction() -> str:
+    return INTRODUCTION.replace("{image_types}", ", ".join(f"`{name}`" for name in MODEL_TYPES))
 
 
 def page() -> str:
     """The text of docs/transformers_models.md."""
-    outcomes: dict[str, str] = json.loads(OUTCOMES.read_text(encoding="utf-8"))["outcomes"]
-    version = json.loads(OUTCOMES.read_text(encoding="utf-8"))["transformers"]
+    recorded = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+    version, whole = recorded["transformers"], recorded["without_stages"]
+    outcomes: dict[str, str] = recorded["outcomes"]
     served = [name for name, reason in outcomes.items() if not reason]
     of_family = [name for name in served if name in SERVED_ARCHITECTURES]
     others = [name for name in served if name not in SERVED_ARCHITECTURES]
@@ -136,12 +179,13 @@ def page() -> str:
         f"| {reason} | {', '.join(f'`{name}`' for name in names)} |" for reason, names in sorted(reasons.items())
     ]
     return (
-        INTRODUCTION
+        _introduction()
         + TEXTS
         + _text_classes()
         + SERVED.format(version=version)
         + "\n".join(("| there is | classes |", "|---|---|", *table))
         + "\n\n"
+        + f"`--pp-size` divides all of them but {', '.join(f'`{name}`' for name in whole)}.\n\n"
         + REFUSED
         + "\n".join(("| reason | classes |", "|---|---|", *refused))
         + "\n"

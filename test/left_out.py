@@ -291,8 +291,8 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "srt/speculative/test_autoregressive_draft.py::test_a_confidence_head_says_how_likely_draft_tokens_stand": (
         "dspark_rnn",
     ),
-    # Another test with the same kinds stands for each: host copies and drafts in the storage tier's schedules, pipelines in
-    # test_parallel_schedules.py, windows and chunks of models whose layers another case has.
+    # Another test with the same kinds stands for each: host copies and drafts in the schedules of the storage tier,
+    # pipelines in test_parallel_schedules.py, windows and chunks of models whose layers another case has.
     "srt/managers/test_host_tier.py::test_random_schedules": ("gated delta-half-right-4-write_back",),
     "srt/managers/test_storage_tier.py::test_random_schedules": ("windows alone-none-4-wait_complete",),
     "srt/managers/test_host_matrix.py::test_a_cell": ("dense in fp4",),

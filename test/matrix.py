@@ -73,7 +73,7 @@ KINDS: Mapping[str, Kind] = {
     "gated heads": Kind("laguna", "windows", "experts"),
     "two head counts": Kind("step3p7", "windows", "experts"),
     "normed embedding": Kind("muse_glimmer", "windows", "own sums"),
-    "class of transformers": Kind("cohere2", "windows", f"own sums, {WHOLE}", stages=1, **OWN),
+    "class of transformers": Kind("cohere2", "windows", f"own sums, {WHOLE}", **OWN),
     "chunks": Kind("llama4", "chunks", "experts"),
     "chunks, KV head": Kind("llama4", "chunks", "one KV head, cut heads, experts, for ranks", **KV_HEAD),
     "sinks": Kind("gpt_oss", "sinks", "experts, own sums"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sglang.quantize.__main__ import CALIBRATED
 from sglang.quantize.formats import FORMATS
+from sglang.srt.configs.quant_scheme import SCHEMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +42,25 @@ WEIGHTS: Mapping[str, Weights] = {
     TRANSFORMERS: Weights(),
     **{scheme: Weights(scheme) for scheme in FORMATS},
     **{f"{scheme}-fitted": Weights(scheme, "fitted") for scheme in ROUNDED},
+    **{f"{scheme}-awq": Weights(scheme, "awq") for scheme in ROUNDED if SCHEMES[scheme].activation is None},
     **{f"{scheme}-gptq": Weights(scheme, "gptq") for scheme in ROUNDED},
+    **{f"{scheme}-awq-gptq": Weights(scheme, "awq-gptq") for scheme in ROUNDED if SCHEMES[scheme].activation is None},
 }
 """`--quantization fp8` gives the weights of fp8_channel, and checkpoints of GPTQ and AutoRound (symmetric) those of
 int4_g*."""
 
 
-def cells(tokens: int, cross_tokens: int, weights: Sequence[str] = tuple(WEIGHTS)) -> list[Cell]:
+def cells(
+    tokens: int, cross_tokens: int, weights: Sequence[str] = tuple(WEIGHTS), caches: Sequence[str] = tuple(CACHES)
+) -> list[Cell]:
     """Returns the cells in the order of their worth: each form alone over `tokens`, then pairs over `cross_tokens`."""
-    alone = [Cell(form, PLAIN, tokens) for form in weights]
-    alone[1:1] = [Cell(PLAIN, cache, tokens) for cache in CACHES if cache != PLAIN]
+    of_caches = [Cell(PLAIN, cache, tokens) for cache in caches if PLAIN in weights]
     ours = [form for form in weights if form not in (PLAIN, TRANSFORMERS)]
-    pairs = [Cell(form, cache, cross_tokens) for form in ours for cache in CACHES if cache != PLAIN]
-    return alone + pairs
+    alone = [Cell(form, PLAIN, tokens) for form in weights if form != PLAIN and PLAIN in caches]
+    pairs = [Cell(form, cache, cross_tokens) for form in ours for cache in caches if cache != PLAIN]
+    return of_caches + alone + pairs
+
+
+def longest_first(weights: Sequence[str]) -> list[str]:
+    """Returns forms in the order in which processes side by side begin them: those that are calibrated take longest."""
+    return sorted(weights, key=lambda form: WEIGHTS[form].rounding not in CALIBRATED)

@@ -18,6 +18,12 @@ import torch
 
 ROWS, COLUMNS = 256, 4096
 """A block of logits stays in a processor's second cache."""
+GPU_ROWS, GPU_COLUMNS = 2048, 32768
+"""Few launches; two whole rows of each token fit a GPU."""
+
+
+def _block(tensor: torch.Tensor) -> tuple[int, int]:
+    return (GPU_ROWS, GPU_COLUMNS) if tensor.is_cuda else (ROWS, COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +36,10 @@ class Reference:
     lse: torch.Tensor
     likeliest: torch.Tensor
 
-    def first(self, count: int) -> Reference:
+    def first(self, count: int, device: torch.device) -> Reference:
         """Returns the reference of the first tokens."""
-        return Reference(self.hidden[:count], self.expected[:count], self.lse[:count], self.likeliest[:count])
+        parts = (self.hidden, self.expected, self.lse, self.likeliest)
+        return Reference(*(part[:count].to(device) for part in parts))
 
     def logprobs(self, next_ids: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """Returns the log probabilities [N] of tokens in 16 bits."""
@@ -66,12 +73,13 @@ def exact_products() -> Iterator[None]:
 def make_reference(hidden: torch.Tensor, head: torch.Tensor) -> Reference:
     """Returns the reference of hidden states [N, H] fp32 in 16 bits."""
     lse, likeliest, expected = [], [], []
-    for rows in hidden.split(ROWS):
-        logits = torch.cat([rows @ part.float().T for part in head.split(COLUMNS)], dim=-1)
+    count, columns = _block(hidden)
+    for rows in hidden.split(count):
+        logits = torch.cat([rows @ part.float().T for part in head.split(columns)], dim=-1)
         lse.append(logits.logsumexp(-1))
         likeliest.append(logits.argmax(-1))
         probabilities = logits.sub_(lse[-1][:, None]).exp_()
-        parts = zip(probabilities.split(COLUMNS, -1), head.split(COLUMNS), strict=True)
+        parts = zip(probabilities.split(columns, -1), head.split(columns), strict=True)
         expected.append(sum((_times_head(p, part.float()) for p, part in parts), torch.zeros_like(rows)))
     return Reference(hidden, torch.cat(expected), torch.cat(lse), torch.cat(likeliest))
 
@@ -80,9 +88,10 @@ def make_reference(hidden: torch.Tensor, head: torch.Tensor) -> Reference:
 def score(hidden: torch.Tensor, next_ids: torch.Tensor, head: torch.Tensor, reference: Reference) -> Scores:
     """Scores a form by its hidden states [N, H] fp32; `next_ids` [N] are the text's next tokens."""
     lse, largest = [], []
-    for rows, known in zip(hidden.split(ROWS), reference.lse.split(ROWS), strict=True):
-        total, most = torch.zeros(len(rows)), torch.full((len(rows),), -torch.inf)
-        for part in head.split(COLUMNS):
+    count, columns = _block(hidden)
+    for rows, known in zip(hidden.split(count), reference.lse.split(count), strict=True):
+        total, most = torch.zeros_like(known), torch.full_like(known, -torch.inf)
+        for part in head.split(columns):
             logits = rows @ part.float().T
             most = torch.maximum(most, logits.amax(-1))
             total += logits.sub_(known[:, None]).exp_().sum(-1)
@@ -97,8 +106,9 @@ def score(hidden: torch.Tensor, next_ids: torch.Tensor, head: torch.Tensor, refe
 @exact_products()
 def likeliest(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """Returns the likeliest tokens [N] by hidden states [N, H] fp32."""
-    rows = [torch.cat([part @ w.float().T for w in head.split(COLUMNS)], -1).argmax(-1) for part in hidden.split(ROWS)]
-    return torch.cat(rows)
+    count, columns = _block(hidden)
+    parts = hidden.split(count)
+    return torch.cat([torch.cat([part @ w.float().T for w in head.split(columns)], -1).argmax(-1) for part in parts])
 
 
 def _times_head(probabilities: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,15 @@
-"""Computes the final hidden states of a model in this process, as a server of it would, without its scheduler."""
+"""Computes the final hidden states of a model in this process, as a server of it would, without its scheduler.
+
+On a GPU the server's kernels compute. Where a GPU's product dequantizes weights to 16 bits though their scheme rounds
+activations (NVFP4 without instructions for it), the activations are rounded before it, so that figures are those of
+the scheme on any GPU.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +22,7 @@ from sglang.bench.direct import DirectBatch, direct_table
 from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.configs.model_path import resolve_model_path
-from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.configs.quant_scheme import Scheme, wants_planes
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.op import Op
 from sglang.srt.layers.ops import QUANTIZED_LINEAR
@@ -28,6 +33,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, find_checkpoint
 from sglang.srt.plan.plan import Plan
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 
@@ -37,33 +43,45 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RoundingPlan(Plan):
-    """A plan for a CPU whose quantized products round activations by their scheme, as GPUs do and CPUs do not."""
+    """A plan whose quantized products round activations by their scheme, also where the chosen kernel does not."""
 
     rounds: bool = field(kw_only=True)
-    quantized: list[LinearWeight] = field(kw_only=True, default_factory=list)
-    """The weights of these products."""
 
     def entry(self, op: Op[T], key: str = "") -> T:
         """Returns the kernel of an op."""
         kernel: Any = super().entry(op, key)
-        return _rounding_product(self.rounds, self.quantized) if op is QUANTIZED_LINEAR else kernel
+        return self._binding(kernel) if op is QUANTIZED_LINEAR else kernel
+
+    def _binding(self, kernel: Any) -> Any:
+        def bind(weight: LinearWeight, *rest: Any) -> QuantizedProduct:
+            if self.device == "cpu":
+                return _reference_product(weight, self.rounds)
+            dequantizes = wants_planes(weight.scheme, self.arch.features)
+            scheme, scale = weight.scheme, weight.input_scale
+            product: QuantizedProduct = kernel(weight, *rest)
+            return _behind_rounding(product, scheme, scale) if self.rounds and dequantizes else product
+
+        return bind
 
 
-def _rounding_product(rounds: bool, quantized: list[LinearWeight]) -> Callable[..., QuantizedProduct]:
-    def bind(weight: LinearWeight, *_: object) -> QuantizedProduct:
-        kept: list[torch.Tensor] = []
-        quantized.append(weight)
+def _reference_product(weight: LinearWeight, rounds: bool) -> QuantizedProduct:
+    kept: list[torch.Tensor] = []
 
-        def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-            values = values_of(x)
-            if not kept:  # a server's product dequantizes anew each time
-                kept.append(weight.dequantized().to(values.dtype))
-            seen = _rounded(values, weight.scheme, weight.input_scale) if rounds else values
-            return linear(seen.to(out_dtype or seen.dtype), kept[0].to(out_dtype or seen.dtype), bias)
+    def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = values_of(x)
+        if not kept:  # a server's product dequantizes anew each time
+            kept.append(weight.dequantized().to(values.dtype))
+        seen = _rounded(values, weight.scheme, weight.input_scale) if rounds else values
+        return linear(seen.to(out_dtype or seen.dtype), kept[0].to(out_dtype or seen.dtype), bias)
 
-        return run
+    return run
 
-    return bind
+
+def _behind_rounding(product: QuantizedProduct, scheme: Scheme, input_scale: torch.Tensor | None) -> QuantizedProduct:
+    def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return product(_rounded(values_of(x), scheme, input_scale), bias, out_dtype)
+
+    return run
 
 
 def _rounded(x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None) -> torch.Tensor:
@@ -88,40 +106,60 @@ def write_16_bits(source: str, target: Path) -> None:
     save_file(values, target / SINGLE_NAME, metadata={"format": "pt"})
 
 
-class Model:
-    """A model on this machine's processor."""
+class FewKernels(ModelRunner):
+    """A runner that compiles the kernels of its steps when they come: most of those that a server compiles at its start
+    are for steps that are not measured."""
 
-    def __init__(self, path: str, flags: Mapping[str, Any], requests: int, tokens: int, rounds: bool = True) -> None:
-        """`requests` prompts of `tokens` tokens at most are computed at once. Raises UserError for a model that cannot
-        be run."""
+    def _compile_prompts(self) -> None:
+        pass
+
+    def compile_decodes(self) -> None:
+        """Does nothing."""
+
+
+class Model:
+    """A model on this machine's processor or on a GPU."""
+
+    def __init__(
+        self,
+        path: str,
+        flags: Mapping[str, Any],
+        requests: int,
+        tokens: int,
+        rounds: bool = True,
+        device: str = "cpu",
+        step_tokens: int = STEP_TOKENS,
+    ) -> None:
+        """`requests` prompts of `tokens` tokens at most are computed at once, `step_tokens` in a step. Raises UserError
+        for a model that cannot be run."""
         rows = 2 * requests + 2  # sliding windows get a part of the slots only
         args = ServerArgs(
-            model_path=path, device="cpu", dtype="bfloat16", random_seed=0, context_length=tokens + 1,
-            chunked_prefill_size=STEP_TOKENS, max_running_requests=rows,
-            max_total_tokens=rows * (tokens + 16), **flags,
+            model_path=path, device=device, dtype="bfloat16", random_seed=0, context_length=tokens + 1,
+            chunked_prefill_size=step_tokens, max_prefill_tokens=step_tokens, max_running_requests=rows,
+            max_total_tokens=rows * (tokens + 16), disable_radix_cache=True, disable_cuda_graph=True, **flags,
         )  # fmt: skip
         self.plan = create_plan(args)
         values = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan)}
         plan = RoundingPlan(**values, rounds=rounds)
-        self.runner = ModelRunner(plan)
-        params = self.runner.model.params.items()
-        plain = sum(
-            p.tensor.numel()
-            for name, p in params
-            if p.tensor.ndim == 2
-            and p.tensor.dtype == torch.bfloat16
-            and "layers" in name
-            and not name.endswith("scale")
-        )
-        quantized = sum(weight.shape[0] * weight.shape[1] for weight in plan.quantized)
-        self.quantized_share = quantized / (quantized + plain)
-        """Of the weights of linear layers, how many are quantized."""
+        self.runner = FewKernels(plan)
         head = self.runner.model.head
         if head is None or head.cap or head.scale != 1.0 or not self.runner.model.description.tie_embeddings:
             raise UserError("Only models whose output head is the embedding, without a cap, are measured.")
         tokenizer = load_tokenizer(args)
         assert tokenizer is not None
         self.tokenizer: Tokenizer = tokenizer
+
+    @property
+    def quantized_share(self) -> float:
+        """Returns how many of the weights of linear layers are quantized."""
+        weights = self.plan.weights
+        sizes = [
+            (part.rows * part.cols, weights.model.quant_of(layer, part) is not None)
+            for layer, parts in enumerate(weights.layers)
+            for part in parts
+            if isinstance(part, Matrix)
+        ]
+        return sum(size for size, quantized in sizes if quantized) / sum(size for size, _ in sizes)
 
     @property
     def head(self) -> torch.Tensor:

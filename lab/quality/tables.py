@@ -43,7 +43,9 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _row(one: Result) -> str:
-    start = f"| {_named(one['weights'])} | {one['cache']} |"
+    share = one.get("quantized_share") or 1.0
+    of_weights = f", {share:.0%} of the weights" if share < 0.99 else ""
+    start = f"| {_named(one['weights'])}{of_weights} | {one['cache']} |"
     if "refused" in one:
         return f"{start} refused | | | | |"
     more = one["perplexity"] / one["perplexity_16_bit"] - 1

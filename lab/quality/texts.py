@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import os
 import pydoc_data.topics
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sglang.srt.errors import UserError
 from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -31,6 +34,32 @@ class Questions:
 
     ids: list[int]
     answers: list[tuple[int, int]]
+
+
+def measured_text(folder: Path) -> str:
+    """Returns the text that models read: `text.txt` of the folder, or the reference of the Python language, which is
+    written there: that of another Python is another text."""
+    path = folder / "text.txt"
+    if not path.exists():
+        _write(path, python_reference())
+    return path.read_text()
+
+
+def calibration_file(folder: Path) -> Path:
+    """Returns `calibration.jsonl` of the folder, whose texts calibrate; where it is missing it is written with
+    docstrings of this Python's library."""
+    path = folder / "calibration.jsonl"
+    if not path.exists():
+        _write(path, "".join(json.dumps({"text": text}) + "\n" for text in library_docs()))
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """As a whole, whatever other processes write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(text)
+    partial.rename(path)
 
 
 def python_reference() -> str:

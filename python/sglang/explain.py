@@ -34,6 +34,7 @@ from sglang.srt.kernels.tile_configs import OpTileConfigs
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import describe_capacity
 from sglang.srt.plan.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
+from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan
 from sglang.srt.plan.host_cache import GIB, keeps_unasked
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.kv_spec import has_tensor_scales
@@ -54,6 +55,8 @@ from sglang.tuning.ops import MAX_SIZE
 from sglang.tuning.report import (
     CONTEXT,
     Drafts,
+    bus_json,
+    bus_lines,
     drafted_json,
     drafted_lines,
     shape_json,
@@ -100,6 +103,12 @@ class Explanation:
     def moe_tiles(self) -> str | None:
         """Source of the experts' tiles; None without experts."""
         return self.tile_configs["fused_moe"].source if "fused_moe" in self.tile_configs else None
+
+    @property
+    def slots(self) -> ExpertSlotPlan | None:
+        """The experts in main memory; None: there are none."""
+        described = (self.plan or {}).get("expert_slots")
+        return None if described is None else ExpertSlotPlan(**described)
 
     def draft_json(self) -> dict[str, Any]:
         """Returns the draft's description, and the bytes of its weights and of a cached token on a GPU."""
@@ -506,6 +515,8 @@ def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
     if options.time and explanation.refused is None:
         where = explanation.parallel, explanation.arch, options.time_context
         content["time"] = time_json(explanation.model, *where)
+        if explanation.slots is not None:
+            content["expert_copies"] = bus_json(explanation.slots, options.time_context)
         if explanation.host is not None:
             content["main_memory"]["loading_seconds"] = explanation.host.loading_seconds(options.time_context)
         if explanation.width > 1:
@@ -518,6 +529,8 @@ def _text(explanation: Explanation, options: argparse.Namespace) -> str:
         return to_text(explanation)
     where = explanation.parallel, explanation.arch, options.time_context
     lines = [to_text(explanation).splitlines()[0], *time_lines(explanation.model, *where)]
+    if explanation.slots is not None:
+        lines += ["", *bus_lines(explanation.slots, options.time_context)]
     if explanation.host is not None:
         seconds = explanation.host.loading_seconds(options.time_context)
         lines.append(

@@ -16,6 +16,7 @@ MADE_OR_GIVEN = {
     "config.json": "of a model",
     "opencode.json": "of a program",
     "hf_quant_config.json": "of a model",
+    "build-contract.json": "of a container with compressed scales",
     "modules.json": "of an embedding model",
     "preprocessor_config.json": "of a model",
     "processor_config.json": "of a model",

@@ -20,7 +20,6 @@ MEASURED = "\n".join(path.read_text() for path in RESULTS)
 NOT_YET = {
     "Drafts of the kind UNO": "Other drafts",
     "prefill and decode on different servers": "Prefill and decode apart",
-    "experts computed by CPUs": "Experts computed by CPUs",
     "TLS": "TLS",
 }
 """Words of the README -> the group of refused flags that is there as long as the feature is not."""

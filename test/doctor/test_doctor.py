@@ -81,7 +81,9 @@ class Fake:
             if i != j
         }
     )
-    hangs_at: tuple[int, int] | None = None
+    host_copies: list[dict[str, Any]] = field(default_factory=lambda: [{"gpu": i, "rate": 54e9} for i in range(4)])
+    memory_rate: float = 400e9
+    hangs_at: tuple[int | str, int] | None = None
     torch_error: str = ""
     ptxas_archs: str = "sm_90 sm_120 sm_120a sm_121a"
     driver_cuda: tuple[int, int] = (13, 0)
@@ -95,6 +97,9 @@ class Fake:
         for node, cpus in enumerate(("0-31", "32-63")):
             self.write(f"sys/devices/system/node/node{node}/cpulist", cpus)
         self.write("sys/devices/system/node/online", "0-1")
+        self.write("proc/meminfo", f"MemTotal: {1024 << 20} kB\nMemAvailable: {1000 << 20} kB")
+        self.write("proc/version", "Linux version 6.8.0")
+        self.write("sys/fs/cgroup/memory.max", "max")
         self.write("proc/self/status", "Name:\tx\nCpus_allowed_list:\t0-63\nMems_allowed_list:\t0-1\n")
         for i, bus in enumerate(BUSES):
             self.write(f"{self.device(i)}/vendor", "0x10de")
@@ -123,12 +128,16 @@ class Fake:
             return 0, self.ptxas_archs
         if self.torch_error:
             return 1, self.torch_error
-        lines = [{"torch": self.torch}]
-        for pair, row in self.copies.items() if "--copies" in words else ():
+        lines: list[dict[str, Any]] = [{"torch": self.torch}]
+        copies = [("host_copy", ("main memory", row["gpu"]), row) for row in self.host_copies if self.torch["devices"]]
+        copies += [("copy", pair, row) for pair, row in self.copies.items()]
+        if "--copies" in words:
+            lines.append({"memory_rate": self.memory_rate})
+        for kind, pair, row in copies if "--copies" in words else ():
             lines.append({"copying": pair})
             if pair == self.hangs_at:
                 return 124, "\n".join(json.dumps(line) for line in lines)
-            lines.append({"copy": row})
+            lines.append({kind: row})
         return 0, "\n".join(json.dumps(line) for line in lines)
 
     def _smi_rows(self, fields: list[str]) -> tuple[int, str]:
@@ -223,6 +232,38 @@ DEFECTS: dict[str, Defect] = {
         "copies_arrive",
         "from GPU 1 to GPU 3 did not end within 120 s",
     ),
+    "a copy to a GPU hangs": (
+        lambda fake: setattr(fake, "hangs_at", ("main memory", 1)),
+        "copies_arrive",
+        "from main memory to GPU 1 did not end",
+    ),
+    "a slow bus": (
+        lambda fake: fake.host_copies[2].update(rate=21e9),
+        "main_memory_feeds_cards",
+        "main memory to GPU 2 moves 21.0 GB/s, its link 55",
+    ),
+    "memory that is not locked": (
+        lambda fake: fake.host_copies[0].update(rate=None, problem="CUDA error: out of memory"),
+        "main_memory_feeds_cards",
+        "copied to GPU 0: CUDA error: out of memory",
+    ),
+    "one channel of memory": (
+        lambda fake: setattr(fake, "memory_rate", 30e9),
+        "main_memory_feeds_cards",
+        "moves 30 GB/s, the links of all GPUs 216",
+    ),
+    "WSL2": (
+        lambda fake: fake.write("proc/version", "Linux version 5.15.90.1-microsoft-standard-WSL2"),
+        "memory_may_be_locked",
+        "WSL2 locks half of its 1024 GiB",
+    ),
+    "a small container": (
+        lambda fake: [
+            fake.write(f"sys/fs/cgroup/memory.{name}", str(size * GIB)) for name, size in (("max", 64), ("current", 1))
+        ],
+        "memory_may_be_locked",
+        "limit is 64 GiB of the machine's 1024",
+    ),
     "no peer access": (lambda fake: fake.copies[0, 3].update(access=False), "peers_have_access", "0->3"),
     "a slow pair": (lambda fake: fake.copies[2, 1].update(rate=2.5e9), "peers_have_access", "GPU 2 to GPU 1 moves 2.5"),
     "IOMMU": (
@@ -274,7 +315,10 @@ def test_nothing_is_found_on_a_healthy_machine(fake: Fake) -> None:
     machine = read_machine(fake.sources())
     assert examine(machine) == [] and machine.unread == ()
     assert len(machine.gpus) == 4 and len(machine.copies) == 12 and machine.allowed_nodes == (0, 1)
-    assert "found no problem" in to_text(machine, [])
+    text = to_text(machine, [])
+    assert "found no problem" in text
+    assert "Main memory: 1024 GiB, 1000 free, of which 1000 may be page-locked for experts and prefixes" in text
+    assert "to a GPU: 54.0 to 54.0 GB/s, so experts there cost 21 ms a GB; inside main memory 400 GB/s" in text
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -355,5 +399,6 @@ def test_the_probe_says_what_torch_is() -> None:
         text=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
-    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    row, rate = (json.loads(line) for line in done.stdout.splitlines())
+    assert rate["memory_rate"] > 0
     assert row["torch"]["version"] and row["torch"]["devices"] == 0

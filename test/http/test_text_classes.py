@@ -8,23 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import openai
 import pytest
 import tokenizers
 import torch
 from live_server import LiveServer, live_server
+from srt.transformers_backend.found_facts import find_facts
 from srt.transformers_backend.test_text_forms import write_modules
 from srt.transformers_backend.text_classes import expected, save_text_model
 from transformers import PreTrainedTokenizerFast
 
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.models.transformers_backend import trial
-from sglang.srt.plan.model_planner import describe_served_model
-from sglang.srt.plan.transformers_backend import asking
-from sglang.srt.plan.transformers_backend.facts import CLASSIFY, EMBED, ClassRequest
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.plan.transformers_backend.facts import CLASSIFY, EMBED
 
 WORDS = [f"w{number}" for number in range(240)]
 QUERY, DOCUMENTS = "w1 w2 w3", ["w9 w8", "w2 w3 w4 w5 w6", "w100"]
@@ -44,18 +39,6 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **named)
     tokenizer.save_pretrained(folder)
     return tokenizer
-
-
-def find_facts(folder: Path) -> None:
-    """Finds the facts of the class in this process, and keeps them for the servers, of which each would start one."""
-
-    def found(asked: bytes) -> bytes:
-        return msgspec.json.encode(trial.facts_of(msgspec.json.decode(asked, type=ClassRequest)))
-
-    args = ServerArgs.from_kwargs(model_path=str(folder), device="cpu", is_embedding=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asking, "_trial", found)
-        describe_served_model(args, ModelConfig.from_server_args(args))
 
 
 class Served:
@@ -83,7 +66,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer = save_tokenizer(folder)
     write_modules(folder, "mean_tokens", normalizes=False)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
-    find_facts(folder)
+    find_facts(folder, is_embedding=True)
     flags = ("--is-embedding", "--allow-auto-truncate", "--enable-metrics")
     with live_server("--model-path", str(folder), *flags) as up:
         yield Served(up, model, tokenizer)
@@ -94,7 +77,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("ranker")
     model = save_text_model("bert", CLASSIFY, folder, num_labels=1)
     tokenizer = save_tokenizer(folder)
-    find_facts(folder)
+    find_facts(folder, is_embedding=True)
     with live_server("--model-path", str(folder), "--is-embedding") as up:
         yield Served(up, model, tokenizer)
 

@@ -24,6 +24,10 @@ MIN_LOCKED = 64 * MIB
 MIN_DISK = 20 * GIB
 SLOW_COPY = 5e9
 """Bytes a second; PCIe 4 x8 moves 14e9, PCIe 5 x16 about 50e9."""
+LANE_RATE = 55e9 / 16
+"""Bytes a second of a lane of PCIe 5 that copies reach."""
+BUS_SHARE = 0.7
+"""The share of a link's rate below which something is in the way."""
 BUSY_MEMORY = 0.03
 CLOCK_SHARE = 0.9
 """The share of the card's clock below which a limit is taken for one that someone forgot."""
@@ -192,6 +196,44 @@ def peers_have_access(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
         yield WARNING, what, "all-reduces wait for the slowest pair", "compare lanes and ACS; nvidia-smi topo -m"
 
 
+def main_memory_feeds_cards(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields warnings for copies out of main memory that fail, or are slower than the bus or than all cards together
+    need."""
+    why = "experts in main memory, and prefixes that are loaded from there, come as slowly"
+    for copy in machine.host_copies:
+        gpu = next((gpu for gpu in machine.gpus if gpu.index == copy.gpu), None)
+        if copy.problem:
+            yield (
+                WARNING,
+                f"page-locked memory cannot be copied to GPU {copy.gpu}: {copy.problem}",
+                "experts and prefixes cannot lie in main memory",
+                "ulimit -l unlimited; docker run --ulimit memlock=-1; free memory",
+            )
+        elif copy.rate and gpu and gpu.link_generation and gpu.link_width:
+            best = LANE_RATE * 2 ** (gpu.link_generation - 5) * gpu.link_width
+            if copy.rate < BUS_SHARE * best:
+                what = f"main memory to GPU {copy.gpu} moves {copy.rate / 1e9:.1f} GB/s, its link {best / 1e9:.0f}"
+                yield WARNING, what, why, "a slot at the CPU whose memory is used; all channels of memory filled"
+    together = sum(copy.rate or 0.0 for copy in machine.host_copies)
+    if machine.memory_rate is not None and len(machine.host_copies) > 1 and machine.memory_rate < together:
+        what = f"main memory moves {machine.memory_rate / 1e9:.0f} GB/s, the links of all GPUs {together / 1e9:.0f}"
+        yield WARNING, what, f"{why} to several cards at once", "fill all channels of memory; one module a channel"
+
+
+def memory_may_be_locked(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields warnings for machines that lock much less of main memory than there is."""
+    memory = machine.memory
+    if memory is None or not machine.gpus:
+        return
+    why = "experts in main memory, and prefixes, have room for that much alone"
+    if memory.windows:
+        what = f"WSL2 locks half of its {memory.total / GIB:.0f} GiB"
+        yield WARNING, what, why, "raise memory= in .wslconfig, or start the server on Linux"
+    if memory.limit is not None and memory.limit < memory.total / 2:
+        what = f"the container's limit is {memory.limit / GIB:.0f} GiB of the machine's {memory.total / GIB:.0f}"
+        yield WARNING, what, why, "a higher limit of the container (docker run --memory)"
+
+
 def iommu_is_out_of_the_way(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
     """Yields a warning if the IOMMU translates the traffic between GPUs."""
     translated = [gpu for gpu in machine.gpus if (gpu.iommu_type or "").startswith("DMA")]
@@ -357,6 +399,8 @@ CHECKS: tuple[Check, ...] = (
     triton_knows_cards,
     copies_arrive,
     peers_have_access,
+    main_memory_feeds_cards,
+    memory_may_be_locked,
     iommu_is_out_of_the_way,
     acs_is_off,
     link_is_whole,

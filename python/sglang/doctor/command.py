@@ -11,6 +11,9 @@ from typing import Any
 from sglang.doctor.checks import CHECKS, ERROR, Finding, examine
 from sglang.doctor.facts import Machine
 from sglang.doctor.reading import Sources, read_machine
+from sglang.srt.plan.expert_slot_plan import FETCHED
+
+GIB = 1024**3
 
 
 def run_doctor(argv: Sequence[str]) -> int:
@@ -21,7 +24,7 @@ def run_doctor(argv: Sequence[str]) -> int:
         " Exit status 1 if something keeps a server from working, 0 otherwise.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-copies", action="store_true", help="do not copy between GPUs")
+    parser.add_argument("--no-copies", action="store_true", help="do not copy between GPUs and main memory")
     options = parser.parse_args(list(argv))
     machine = read_machine(Sources(), not options.no_copies)
     findings = examine(machine)
@@ -71,4 +74,22 @@ def _summary(machine: Machine) -> list[str]:
     rates = [copy.rate for copy in machine.copies if copy.rate is not None]
     if rates:
         lines.append(f"{len(rates)} copies between GPUs: {min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s")
+    return [*lines, *_main_memory(machine)]
+
+
+def _main_memory(machine: Machine) -> list[str]:
+    """Says what main memory is good for."""
+    memory, rates = machine.memory, [copy.rate for copy in machine.host_copies if copy.rate is not None]
+    lines = []
+    if memory is not None:
+        lines.append(
+            f"Main memory: {memory.total / GIB:.0f} GiB, {memory.free / GIB:.0f} free, of which"
+            f" {memory.lockable / GIB:.0f} may be page-locked for experts and prefixes"
+        )
+    if rates and machine.memory_rate is not None:
+        slowest, fastest, inside = (rate / 1e9 for rate in (min(rates), max(rates), machine.memory_rate))
+        lines.append(
+            f"Main memory to a GPU: {slowest:.1f} to {fastest:.1f} GB/s, so experts there cost"
+            f" {1e3 / (FETCHED * slowest):.0f} ms a GB; inside main memory {inside:.0f} GB/s"
+        )
     return lines

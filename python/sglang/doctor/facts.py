@@ -52,6 +52,26 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class MainMemory:
+    """Main memory in bytes. `limit`: of the container; `lockable`: what may be page-locked of what is free."""
+
+    total: int
+    free: int
+    lockable: int
+    limit: int | None = None
+    windows: bool = False  # WSL2
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A copy from page-locked main memory to a GPU. `rate` in bytes a second."""
+
+    gpu: int
+    rate: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Torch:
     """The installed torch."""
 
@@ -78,6 +98,9 @@ class Machine:
     ptxas_archs: frozenset[str] | None = None
     copies: tuple[Copy, ...] = ()
     copy_problem: str = ""  # copies that did not come to an end
+    host_copies: tuple[HostCopy, ...] = ()
+    memory_rate: float | None = None  # bytes a second that copies inside main memory read
+    memory: MainMemory | None = None
     numa_nodes: tuple[int, ...] = ()
     allowed_nodes: tuple[int, ...] | None = None  # nodes with CPUs on which this process may run
     shm: int | None = None  # bytes of /dev/shm

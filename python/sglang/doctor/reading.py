@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sglang.doctor.facts import Copy, Gpu, Machine, Torch
+from sglang.doctor.facts import Copy, Gpu, HostCopy, Machine, MainMemory, Torch
 from sglang.srt.environ import envs
+from sglang.srt.hardware.arch import free_main_memory, lockable_bytes
 
 NVIDIA = "0x10de"
 DISPLAY_CLASSES = ("0x0300", "0x0302")
@@ -84,8 +85,8 @@ def read_machine(sources: Sources, with_copies: bool = True) -> Machine:
     gpus = tuple(_with_pci(gpu, sources.root) for gpu in gpus)
     if any(gpu.redirecting_bridges is None for gpu in gpus):
         unread.append("ACS of the PCI bridges: reading it needs root")
-    torch, copies, torch_problem, copy_problem = _read_torch(sources, with_copies and len(gpus) > 1)
-    if len(gpus) > 1 and not copies:
+    probe = _read_torch(sources, with_copies and bool(gpus))
+    if len(gpus) > 1 and not probe.copies:
         unread.append(
             "copies between GPUs: not asked for" if not with_copies else "copies between GPUs: torch sees none"
         )
@@ -98,13 +99,16 @@ def read_machine(sources: Sources, with_copies: bool = True) -> Machine:
         smi_problem=smi_problem,
         driver=driver,
         driver_cuda=sources.driver_cuda(),
-        torch=torch,
-        torch_problem=torch_problem,
+        torch=probe.torch,
+        torch_problem=probe.torch_problem,
         triton=_version("triton"),
         ptxas=ptxas,
         ptxas_archs=_ptxas_archs(sources, ptxas),
-        copies=copies,
-        copy_problem=copy_problem,
+        copies=probe.copies,
+        copy_problem=probe.copy_problem,
+        host_copies=probe.host_copies,
+        memory_rate=probe.memory_rate,
+        memory=read_memory(sources.root),
         numa_nodes=_numbers(_text(sources.root / "sys/devices/system/node/online")),
         allowed_nodes=_allowed_nodes(sources.root),
         shm=sources.total_bytes(sources.root / "dev/shm"),
@@ -264,7 +268,19 @@ def _text(path: Path) -> str:
 # --- programs and limits ----------------------------------------------------------------------------------------------
 
 
-def _read_torch(sources: Sources, with_copies: bool) -> tuple[Torch | None, tuple[Copy, ...], str, str]:
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What a process with torch found; the problems as in `Machine`."""
+
+    torch: Torch | None = None
+    torch_problem: str = ""
+    copies: tuple[Copy, ...] = ()
+    copy_problem: str = ""
+    host_copies: tuple[HostCopy, ...] = ()
+    memory_rate: float | None = None
+
+
+def _read_torch(sources: Sources, with_copies: bool) -> _Probe:
     """Reads torch's facts in a child process, because a broken driver may hang or kill it."""
     words = [sys.executable, "-m", "sglang.doctor.torch_probe", *(["--copies"] if with_copies else [])]
     result = sources.run(words, COPY_SECONDS)
@@ -273,15 +289,34 @@ def _read_torch(sources: Sources, with_copies: bool) -> tuple[Torch | None, tupl
     torch = next(
         (Torch(**row["torch"] | {"archs": tuple(row["torch"]["archs"])}) for row in rows if "torch" in row), None
     )
-    copies = tuple(Copy(**row["copy"]) for row in rows if "copy" in row)
+    probe = _Probe(
+        torch,
+        copies=tuple(Copy(**row["copy"]) for row in rows if "copy" in row),
+        host_copies=tuple(HostCopy(**row["host_copy"]) for row in rows if "host_copy" in row),
+        memory_rate=next((row["memory_rate"] for row in rows if "memory_rate" in row), None),
+    )
     if not status:
-        return torch, copies, "", ""
+        return probe
     what = f"did not end within {COPY_SECONDS} s" if status == 124 else f"ended with status {status}"
     if torch is None:
         lines = output.strip().splitlines()
-        return None, (), lines[-1] if lines else what, ""
+        return _Probe(torch_problem=lines[-1] if lines else what)
     started = next((row["copying"] for row in reversed(rows) if "copying" in row), None)
-    return torch, copies, "", f"a copy from GPU {started[0]} to GPU {started[1]} {what}" if started else what
+    if started is None:
+        return replace(probe, copy_problem=what)
+    source = started[0] if isinstance(started[0], str) else f"GPU {started[0]}"
+    return replace(probe, copy_problem=f"a copy from {source} to GPU {started[1]} {what}")
+
+
+def read_memory(root: Path) -> MainMemory | None:
+    """Returns the sizes of main memory; None where the system does not say."""
+    total = re.search(r"^MemTotal:\s*(\d+)", _text(root / "proc/meminfo"), re.MULTILINE)
+    if total is None:
+        return None
+    limit, free = _text(root / "sys/fs/cgroup/memory.max"), free_main_memory(root)
+    windows = "microsoft" in _text(root / "proc/version").lower()
+    most = int(limit) if limit.isdecimal() else None
+    return MainMemory(int(total[1]) * 1024, free, lockable_bytes(free, root), most, windows)
 
 
 def find_ptxas() -> str | None:

@@ -1,4 +1,5 @@
-"""Prints as JSON lines what torch sees, and with `--copies` whether copies between each pair of GPUs arrive intact.
+"""Prints as JSON lines what torch sees, and with `--copies` whether copies between each pair of GPUs arrive intact, and
+how fast main memory and copies from there are.
 
 It runs in a process of its own, because a copy may hang or crash; the line before it says which one.
 """
@@ -63,10 +64,51 @@ def copy(source: int, target: int) -> dict[str, Any]:
     return row
 
 
+def memory_rate() -> float:
+    """Returns the bytes a second that a copy inside main memory reads, with all threads."""
+    import torch
+
+    source = torch.ones(TIMED_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(4):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return TIMED_BYTES / min(seconds)
+
+
+def host_copy(gpu: int) -> dict[str, Any]:
+    """Copies page-locked main memory to a GPU. Returns the bytes a second."""
+    import torch
+
+    row: dict[str, Any] = {"gpu": gpu}
+    try:
+        source = torch.ones(TIMED_BYTES, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty_like(source, device=f"cuda:{gpu}")
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize(gpu)
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(gpu)
+            seconds.append(time.perf_counter() - began)
+        row["rate"] = TIMED_BYTES / min(seconds)
+    except RuntimeError as error:
+        row["problem"] = str(error).splitlines()[0]
+    return row
+
+
 def main() -> None:
-    """Describes torch and its GPUs; with --copies also copies between all pairs of GPUs."""
+    """Describes torch and its GPUs; with --copies also copies from main memory and between all pairs of GPUs."""
     devices = describe_torch()
-    pairs = [(i, j) for i in range(devices) for j in range(devices) if i != j] if "--copies" in sys.argv else []
+    if "--copies" not in sys.argv:
+        return
+    say({"memory_rate": memory_rate()})
+    for gpu in range(devices):
+        say({"copying": ["main memory", gpu]})
+        say({"host_copy": host_copy(gpu)})
+    pairs = [(i, j) for i in range(devices) for j in range(devices) if i != j]
     for source, target in pairs:
         say({"copying": [source, target]})
         say({"copy": copy(source, target)})

@@ -303,7 +303,7 @@ def _prospect(
     maximum = groups * requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), maximum))
     a_step = -(-each // layout.pp_size)  # pipeline stages compute different microbatches of requests at the same time
-    slots = ExpertSlotPlan(**plan["expert_slots"]) if "expert_slots" in plan else None
+    slots = ExpertSlotPlan.from_json(plan["expert_slots"]) if "expert_slots" in plan else None
     memory, cost = plan["memory"], cache_cost(explained.groups)
     return Prospect(
         layout=layout,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import adopt_environment
@@ -17,11 +17,13 @@ from sglang.srt.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from sglang.quantize.awq import Change
     from sglang.quantize.calibrate import Calibration
-    from sglang.quantize.export import InputScales, Rounding
-    from sglang.quantize.formats import Format
+    from sglang.quantize.export import InputScales, Prepare, Rounding
+    from sglang.quantize.formats import Config, Format
     from sglang.srt.configs.quant_scheme import Scheme
     from sglang.srt.layers.quantization.reference import Quantized
+    from sglang.srt.model_loader.checkpoint import Weights
 
 EPILOG = """\
 schemes:
@@ -47,9 +49,18 @@ factors from a JSON file {module: factor} instead. Without either nvfp4 gets a f
 --rounding says how weights of four bits become codes:
   nearest       each is rounded to the nearest value, with a scale that covers the largest one of its group
   fitted        the scale of a group is the one, of some, with the smallest squared error
-  gptq          GPTQ: columns that are not rounded yet take back the errors of others. Needs --calibrate, and 4 K^2
-                bytes of main memory for each product with K inputs (29 GB for Qwen3-8B). Experts are fitted.
+  awq           AWQ: columns with large inputs are scaled up, and norms or layers before them scaled down; then as
+                fitted. For int4 and mxfp4. Needs --calibrate.
+  gptq          GPTQ: columns that are not rounded yet take back the errors of others. Needs --calibrate.
+  awq-gptq      columns scaled as by awq, then rounded as by gptq
+
+These three take 4 K^2 bytes of main memory for each product with K inputs (29 GB for Qwen3-8B). Experts are fitted.
 """
+
+CALIBRATED = ("awq", "gptq", "awq-gptq")
+"""Values of --rounding that need the products of inputs."""
+SCALED = ("awq", "awq-gptq")
+"""Values of --rounding that scale columns first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N", help="at most (default 16384)")
     parser.add_argument("--calibration-device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--input-scales", metavar="FILE", help="JSON with the activations' factor by module")
-    parser.add_argument("--rounding", choices=("nearest", "fitted", "gptq"), default="nearest")
+    parser.add_argument("--rounding", choices=("nearest", "fitted", *CALIBRATED), default="nearest")
     parser.add_argument("--static-activations", action="store_true", help="fp8_tensor: store a factor of activations")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file, in GB (default 4)")
     return parser
@@ -91,6 +102,8 @@ def _run(args: argparse.Namespace) -> int:
     from sglang.quantize.export import Selection, export
 
     form = _format(args)
+    if args.rounding in SCALED:
+        _check_awq(args.model_path)
     calibration = _CalibrationOnce(args)
     report = export(
         args.model_path,
@@ -100,6 +113,7 @@ def _run(args: argparse.Namespace) -> int:
         _input_scales(args, form.largest_input, calibration),
         int(args.shard_gb * 1e9),
         _rounding(args.rounding, calibration),
+        _prepare(calibration, form.scheme) if args.rounding in SCALED else None,
     )
     unmeasured = f"; {len(report.unmeasured)} activation factors are the default" if report.unmeasured else ""
     print(
@@ -129,9 +143,11 @@ def _format(args: argparse.Namespace) -> Format:
     form = FORMATS[args.scheme]
     if args.rounding != "nearest" and not can_be_fitted(form.scheme):
         raise UserError(f"--rounding {args.rounding} is for schemes of four bits, not for {args.scheme}")
-    if args.rounding == "gptq":
+    if args.rounding in SCALED and form.scheme.activation is not None:
+        raise UserError(f"--rounding {args.rounding} is for schemes with 16-bit activations, not for {args.scheme}")
+    if args.rounding in CALIBRATED:
         if args.calibrate is None:
-            raise UserError("--rounding gptq needs --calibrate FILE")
+            raise UserError(f"--rounding {args.rounding} needs --calibrate FILE")
         return form
     if sources and not form.static_input:
         hint = "; add --static-activations" if args.scheme in STATIC_FORMATS else ""
@@ -154,7 +170,7 @@ class _CalibrationOnce:
             args = self.args
             self.result = calibrate(
                 args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device,
-                products=args.rounding == "gptq",
+                products=args.rounding in CALIBRATED,
             )  # fmt: skip
         return self.result
 
@@ -175,22 +191,49 @@ def _input_scales(args: argparse.Namespace, largest_input: float, calibration: _
     return measure
 
 
+def _check_awq(model_path: str) -> None:
+    """Raises UserError, before anything is computed, for a model whose layers AWQ does not know."""
+    from sglang.quantize.awq import norm_offset
+    from sglang.srt.configs.hf_config import read_json_object
+    from sglang.srt.configs.model_path import resolve_model_path
+
+    norm_offset(read_json_object(resolve_model_path(model_path, flag="The model") / "config.json").get("model_type"))
+
+
+def _prepare(calibration: _CalibrationOnce, scheme: Scheme) -> Prepare:
+    from sglang.quantize.awq import find_changes, find_links, norm_offset
+
+    def prepare(config: Config, checkpoint: Weights, chosen: Collection[str]) -> Mapping[str, Change]:
+        offset = norm_offset(config.get("model_type"))
+        links = find_links({name for name, _, _ in checkpoint.tensors()}, chosen)
+        measured = calibration.get()
+        changes = find_changes(links, checkpoint, measured.products, scheme, offset, measured.device)
+        for name, change in changes.items():
+            module = name.removesuffix(".weight")
+            if change.columns is not None:  # what the module's inputs will be
+                measured.products[module] = measured.products[module] / change.columns / change.columns[:, None]
+        return changes
+
+    return prepare
+
+
 def _rounding(name: str, calibration: _CalibrationOnce) -> Rounding:
     from sglang.quantize.export import round_to_nearest
-    from sglang.quantize.rounding import compensated, fitted
+    from sglang.quantize.rounding import fitted, on_device
 
     if name == "nearest":
         return round_to_nearest
     if name == "fitted":
         return lambda module, weight, scheme, factor: fitted(weight, scheme, factor)
 
-    def gptq(module: str, weight: torch.Tensor, scheme: Scheme, factor: torch.Tensor | None) -> Quantized:
-        products = calibration.get().products.get(module)
-        if products is None:
-            return fitted(weight, scheme, factor)
-        return compensated(weight, scheme, products, factor)
+    def calibrated(module: str, weight: torch.Tensor, scheme: Scheme, factor: torch.Tensor | None) -> Quantized:
+        measured = calibration.get()
+        products = measured.products.get(module)
+        if products is None or name == "awq":
+            return fitted(weight, scheme, factor, None if products is None else products.diagonal())
+        return on_device(measured.device, weight, scheme, products, factor)
 
-    return gptq
+    return calibrated
 
 
 def _read_scales(path: str) -> dict[str, float]:

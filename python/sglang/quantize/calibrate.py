@@ -41,13 +41,14 @@ T = TypeVar("T")
 class Calibration:
     """`largest` |x| of each module's input, by the module's name in the checkpoint. Experts in `unreached` got no
     token; they have the largest value of their layer's other experts. `products`: the mean x x^T [K, K] fp32 of each
-    module's input x [K], those of experts excepted; empty unless asked for."""
+    module's input x [K], those of experts excepted; empty unless asked for. `device`: where the model was computed."""
 
     largest: dict[str, float]
     unreached: frozenset[str]
     num_prompts: int
     num_tokens: int
     products: dict[str, torch.Tensor]
+    device: str
 
 
 def calibrate(
@@ -68,7 +69,8 @@ def calibrate(
         context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
         chunked_prefill_size=STEP_TOKENS,
         max_running_requests=BATCH_PROMPTS,
-        max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # + 1: the next token
+        # One more for the next token; twice, because windows get a part of the cache only.
+        max_total_tokens=2 * max(sum(len(ids) + 1 for ids in batch) for batch in batches),
     )
     recorder = Recorder(products)
     runner = ModelRunner(_recording_plan(args, recorder))
@@ -80,7 +82,8 @@ def calibrate(
         requests.close()
     largest, unreached = recorder.by_module(runner.model)
     num_tokens = sum(map(len, token_ids))
-    return Calibration(largest, unreached, len(token_ids), num_tokens, recorder.products_by_module(runner.model))
+    products_of = recorder.products_by_module(runner.model)
+    return Calibration(largest, unreached, len(token_ids), num_tokens, products_of, runner.plan.device)
 
 
 def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:

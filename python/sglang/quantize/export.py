@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from sglang.quantize.awq import Change
 from sglang.quantize.formats import Config, Format, Tensors
 from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
 from sglang.srt.configs.hf_config import read_json_object
@@ -27,6 +28,9 @@ InputScales = Callable[[Collection[str]], Mapping[str, float]]
 """A function that returns, of the modules with the given names, the input_scale of those that have one."""
 Rounding = Callable[[str, torch.Tensor, Scheme, torch.Tensor | None], Quantized]
 """A function of a module's name, weight, scheme and perhaps the factor of its matrix, which quantizes the weight."""
+Prepare = Callable[[Config, Weights, Collection[str]], Mapping[str, Change]]
+"""A function of the model's config, its tensors and the modules to quantize, which returns by name how tensors are
+changed before anything is rounded."""
 NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router", "*norm")
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
@@ -86,8 +90,9 @@ def export(
     input_scales: InputScales | None = None,
     shard_bytes: int = 4 << 30,
     rounding: Rounding = round_to_nearest,
+    prepare: Prepare | None = None,
 ) -> Report:
-    """Writes the model directory `target`. `input_scales` and `rounding` are called after all other checks.
+    """Writes the model directory `target`. `input_scales`, `rounding` and `prepare` are called after all other checks.
 
     One tensor and one output shard are in memory at a time. Raises UserError for a source that is quantized already, a
     target that exists, a model without a weight that the scheme can take, or fp8 modules without a static scale.
@@ -108,6 +113,7 @@ def export(
     if report.unmeasured and not form.scheme.global_scale:
         raise UserError(f"static activations: no scale was measured of {format_names(set(report.unmeasured))}")
     factors = _shared_factors(checkpoint, chosen) if form.scheme.global_scale else {}
+    changes = {} if prepare is None else prepare(config, checkpoint, chosen)
     out.mkdir(parents=True, exist_ok=True)
     writer = _ShardWriter(out, shard_bytes)
     with tqdm(total=checkpoint.total_bytes(), desc="Quantizing", unit="B", unit_scale=True) as progress:
@@ -116,6 +122,9 @@ def export(
             report.bytes_before += tensor.nbytes
             progress.update(tensor.nbytes)
             module = name.removesuffix(".weight")
+            if name in changes:
+                dtype, tensor = tensor.dtype, changes[name].apply(tensor)
+                tensor = tensor if module in chosen else tensor.to(dtype)
             if module in chosen and name != module:
                 q = rounding(module, tensor, form.scheme, factors.get(module))
                 report.weight_squares += tensor.float().square().sum().item()

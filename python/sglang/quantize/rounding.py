@@ -70,7 +70,7 @@ def compensated(
     scales: list[torch.Tensor] = []
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
-        errors = torch.empty(rows, end - start)
+        errors = w.new_empty(rows, end - start)
         for column in range(start, end):
             if column % group == 0:
                 of_group = slice(column, column + group)
@@ -83,6 +83,16 @@ def compensated(
             errors[:, column - start] = error
         w[:, end:] -= errors @ upper[start:end, end:]
     return quantize_by(w, scheme, torch.cat(_viewable(scales), dim=-1).view(scales[0].dtype), factor)
+
+
+def on_device(
+    device: str, weight: torch.Tensor, scheme: Scheme, products: torch.Tensor, global_scale: torch.Tensor | None = None
+) -> Quantized:
+    """Returns what `compensated` does, in main memory, computed on a device."""
+    factor = None if global_scale is None else global_scale.to(device)
+    rounded = compensated(weight.to(device), scheme, products.to(device), factor)
+    factor = rounded.global_scale
+    return Quantized(rounded.data.cpu(), rounded.scale.cpu(), None if factor is None else factor.cpu())
 
 
 def _inverse_factor(products: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,9 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.ple_offload_embedding and args.no_ple_offload_embedding:
         text = "--ple-offload-embedding and --no-ple-offload-embedding contradict each other; remove one."
         yield {"ple_offload_embedding", "no_ple_offload_embedding"}, text
+    if args.embed_in_main_memory and args.pp_size > 1:
+        text = "--embed-in-main-memory: stages of a pipeline (--pp-size) keep embeddings in GPU memory; remove one."
+        yield {"embed_in_main_memory", "pp_size"}, text
     yield from _check_media(args)
     yield from _check_adapters(args)
     yield from _check_speculation(args)

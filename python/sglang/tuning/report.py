@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.best_times import best
@@ -201,6 +202,27 @@ def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
         "best_exact": bool(best_known and best_known.exact),
         "best_table": best_known and best_known.table,
         "floor_us": floor(op, ceilings_of(arch)) * 1e6,
+    }
+
+
+BUS = ("over the bus, of experts in main memory", "GB", "ms")
+
+
+def bus_lines(slots: ExpertSlotPlan, context: int = CONTEXT) -> Iterator[str]:
+    """Yields what steps copy of the experts that lie in main memory, which comes to the times of their ops."""
+    rows = [
+        (str(step), f"{slots.copied_bytes(step.tokens) / 1e9:.2f}", f"{1e3 * slots.copy_seconds(step.tokens):.1f}")
+        for step in steps_of(context)
+    ]
+    yield from _table(BUS, rows)
+    yield f"{slots.slots} of {slots.experts} experts of a layer have slots; the bus moves {slots.rate / 1e9:.0f} GB/s."
+
+
+def bus_json(slots: ExpertSlotPlan, context: int = CONTEXT) -> dict[str, Any]:
+    """Returns the bytes and seconds of the same copies by step."""
+    return {
+        str(step): {"bytes": round(slots.copied_bytes(step.tokens)), "seconds": slots.copy_seconds(step.tokens)}
+        for step in steps_of(context)
     }
 
 

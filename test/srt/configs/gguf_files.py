@@ -24,6 +24,7 @@ TypeOf = Callable[[str], str]
 
 ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
@@ -211,7 +212,8 @@ def _changed(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     changed: Tensors = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(.*)", name)
+        name = re.sub(r"model\.(.*)\.block_sparse_moe\.experts", r"\1.feed_forward.experts", name)
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
         if match:
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
         else:
@@ -221,9 +223,9 @@ def _changed(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
 
 def _change(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> Tensors:
     kind, heads = config["model_type"], config["num_attention_heads"]
-    if kind == "llama" and ".q_proj" in name:
+    if kind in ("llama", "mixtral") and ".q_proj" in name:
         return {name: _in_pairs(tensor, heads)}
-    if kind == "llama" and ".k_proj" in name:
+    if kind in ("llama", "mixtral") and ".k_proj" in name:
         return {name: _in_pairs(tensor, config["num_key_value_heads"])}
     if kind == "gemma3_text" and "norm" in name:
         return {name: tensor + 1}

@@ -290,6 +290,18 @@ def test_zero_points(config: dict[str, Any], storage: str, size: int) -> None:
     assert f"(int4_g{size} with zero points)" in found.describe()
 
 
+def test_zero_points_of_activations_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As published W8A8 checkpoints ask for them, which the log says; their weights have none."""
+    weights, inputs = (part | {"num_bits": 8, "type": "int"} for part in (CHANNEL, TOKEN))
+    for symmetric in (True, False):
+        config = compressed("int-quantized", weights, inputs | {"symmetric": symmetric}, [])
+        found = detect({"quantization_config": config}, Path(f"symmetric-{symmetric}"))
+        assert found is not None and found.of("model.layers.0.mlp.up_proj") is not None
+    (record,) = caplog.records
+    assert "symmetric-False" in record.message
+    assert "int8 activations with zero points" in record.message
+
+
 def _weights(**change: Any) -> dict[str, Any]:
     return compressed("pack-quantized", INT4_G32 | change, None, [])
 

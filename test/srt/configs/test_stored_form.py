@@ -80,8 +80,8 @@ def test_types_are_read_where_names_do_not_tell(tmp_path: Path, monkeypatch: pyt
         save_file(tensors, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     opened: list[str] = []
-    header = checkpoint_header._header
-    monkeypatch.setattr(checkpoint_header, "_header", lambda path: opened.append(path.name) or header(path))
+    header = checkpoint_header.file_tensors
+    monkeypatch.setattr(checkpoint_header, "file_tensors", lambda path: opened.append(path.name) or header(path))
     config = as_stored(FP8, tmp_path)
     assert config is not None and opened == ["b.safetensors"]
     assert {name: config.of(name) is None for name in WIDE} == WIDE

@@ -79,10 +79,10 @@ def test_a_gb10_is_a_machine_of_one_gpu_whose_memory_is_the_machines(monkeypatch
 
     gib = 1 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (40 * gib, 121 * gib))
-    monkeypatch.setattr(arch_module, "_free_main_memory", lambda: 100 * gib)
+    monkeypatch.setattr(arch_module, "free_main_memory", lambda: 100 * gib)
     assert arch_module.free_memory_bytes(0) == 40 * gib
     assert arch_module.free_memory_bytes(0, unified=True) == 100 * gib, "the page cache gives way"
-    monkeypatch.setattr(arch_module, "_free_main_memory", lambda: 500 * gib)
+    monkeypatch.setattr(arch_module, "free_main_memory", lambda: 500 * gib)
     assert arch_module.free_memory_bytes(0, unified=True) == 121 * gib
 
 
@@ -168,7 +168,7 @@ def test_the_limit_of_a_container_counts(
         (group / "memory.stat").write_text(
             f"anon 1\nactive_file {files * gib // 2}\ninactive_file {files * gib // 2}\n"
         )
-    assert arch_module._free_main_memory(tmp_path) == free * gib
+    assert arch_module.free_main_memory(tmp_path) == free * gib
 
 
 def test_export_for_ported_code() -> None:

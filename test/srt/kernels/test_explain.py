@@ -308,3 +308,16 @@ def test_ranks_on_other_cards_are_explained_as_the_least_of_each(capsys: pytest.
     assert both["product"] == "rtx-5090"
     assert explain.main([*flags, "--arch", "rtx-5090,gb10"]) == 2
     assert "ranks of a server need GPUs of one architecture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_dir", ["qwen3_moe"], indirect=True)
+def test_times_count_the_experts_that_come_over_the_bus(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--arch", "rtx-pro-6000", "--model-path", model_dir, "--time")
+    assert "expert_copies" not in json.loads(run(capsys, *argv, "--json"))
+    argv = (*argv, "--paged-experts-num-resident", "32")
+    found = json.loads(run(capsys, *argv, "--json"))
+    slots, copies = found["plan"]["expert_slots"], found["expert_copies"]["prefill of 8192 tokens"]
+    assert copies["bytes"] == pytest.approx(slots["host_bytes"] * (1 - 32 / slots["experts"]), rel=1e-6)
+    assert copies["seconds"] == pytest.approx(copies["bytes"] / slots["rate"])
+    text = run(capsys, *argv)
+    assert "over the bus, of experts in main memory" in text and f"32 of {slots['experts']} experts" in text

@@ -27,8 +27,11 @@ MODES: dict[str, dict[str, Any]] = {
     "few": {**FEATURES[FEATURE].flags, "paged_experts_num_resident": 0},
     "most": FEATURES[FEATURE].flags,
 }
+MANY_EXPERTS = ("two head counts", "chunks", "latents", "shared selection", "Kimi delta", "Mamba-2")
+"""Kinds of which half of the experts are more than a token chooses."""
 CELLS = [
     *cells(kinds("experts", lacking="repeats, cut heads, streams"), ("TP2", "PP2", "DP2"), FEATURE),
+    *cells(MANY_EXPERTS, ("EP2",), FEATURE),
     *cells(kinds("plain, experts"), ("TP3", "TP2 x PP2", "DP2 x PP2"), FEATURE),
 ]
 
@@ -50,7 +53,8 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path) -> N
             for mode, flags in MODES.items():
                 steps.clear()
                 if mode == "few":
-                    flags = {**flags, "paged_experts_num_resident": experts.top_k + experts.fused_shared}
+                    fewest = experts.top_k + (experts.fused_shared and ranks.ep_size == 1)
+                    flags = {**flags, "paged_experts_num_resident": fewest}
                 more: dict[str, Any] = {
                     "max_running_requests": 4 * groups,
                     "chunked_prefill_size": 16 * groups,

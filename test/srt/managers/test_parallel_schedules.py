@@ -50,7 +50,7 @@ Groups = dict[str, tuple[str, ...]]
 QUICK: Groups = {
     "TP2": ("chunks",),
     "EP2": ("experts",),
-    "PP2": ("latents", "selected blocks", "relative biases"),
+    "PP2": ("latents", "selected blocks", "relative biases", "class of transformers"),
     "TP2 x PP2": ("experts",),
 }
 """What `make test` runs: each mechanism in a layout. Other layouts have the same paths."""

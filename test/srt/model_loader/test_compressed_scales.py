@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.model_loader.checkpoint import find_checkpoint
-from sglang.srt.model_loader.compressed_scales import PACKINGS, expand
+from sglang.srt.model_loader.compressed_scales import PACKINGS, ExpandedScales, expand
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.plan import make_plan
+from sglang.srt.server_args import ServerArgs
 from srt.models.harness import TinyRunner, plan_for, random_tokens
 from srt.models.quantized_checkpoints import FORMS, Tensors, save_quantized
 
@@ -56,6 +61,13 @@ def test_scales_of_any_size_with_and_without_exceptions(kind: str, rows: int, co
         assert found.dtype == packing.dtype and (found.view(torch.uint8).numpy() == scales).all()
 
 
+def planned_bytes(folder: Path) -> int:
+    """Of the weights, on a card."""
+    args = ServerArgs(model_path=str(folder), device="cuda", skip_tokenizer_init=True)
+    model = ModelConfig.from_server_args(args)
+    return make_plan(args, model, arch_by_name("rtx-pro-6000"), 1 << 36, packages=frozenset()).memory.weights
+
+
 def compressed_tensors(tensors: Tensors, kind: str) -> Tensors:
     """The checkpoint's tensors with compressed scales."""
     made: Tensors = {}
@@ -84,6 +96,7 @@ def test_a_checkpoint_computes_what_it_does_without_compression(
     tensors = compressed_tensors(load_file(plain / "model.safetensors"), kind)
     save_file(tensors, packed / "model.safetensors")
     assert torch.equal(TinyRunner(plan_for(packed)).extend({1: TOKENS})[0], want)
+    assert planned_bytes(packed) == planned_bytes(plain)
     (packed / "model.safetensors").unlink()
     files = {f"{i}.safetensors": dict([*tensors.items()][i::2]) for i in range(2)}
     for file, part in files.items():
@@ -100,11 +113,94 @@ def _far_away(tensors: Tensors) -> None:
     tensors[EXCEPTIONS] = torch.tensor([1 << 23], dtype=torch.uint32)
 
 
+def _twice(tensors: Tensors) -> None:
+    tensors[EXCEPTIONS] = torch.tensor([5, 1 << 24 | 5], dtype=torch.uint32)
+
+
+def _high(tensors: Tensors) -> None:
+    tensors[FIXED][3] = 241
+
+
+def container(tmp_path: Path, kind: str = "nvfp4") -> tuple[Path, Path]:
+    """A checkpoint as it is and as a container, whose tensors are in two files without an index."""
+    save_quantized("qwen3_wide", FORMS["modelopt_nvfp4"], tmp_path)
+    plain, root = tmp_path / "quantized", tmp_path / "container"
+    for part in ("metadata", "tensors"):
+        (root / part).mkdir(parents=True)
+    tensors = load_file(plain / "model.safetensors")
+    packed = compressed_tensors(tensors, kind)
+    for number in range(2):
+        save_file(dict([*packed.items()][number::2]), root / "tensors" / f"part{number}.safetensors")
+    for file in plain.glob("*.json"):
+        shutil.copy2(file, root / "metadata" / file.name)
+    (root / "metadata" / "model.safetensors.index.json").write_text("of the source")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": f"{kind}_csf", "format_version": 1, "checkpoint_root": ".."}
+    (root / "metadata" / "config.json").write_text(json.dumps(config))
+    contract = {"schema": f"lil-{kind}-csf-checkpoint/1", "source_names": dict.fromkeys(tensors, "0.safetensors")}
+    (root / "build-contract.json").write_text(json.dumps(contract))
+    (root / "manifest.json").write_text("{}")
+    return plain, root
+
+
+def test_a_container_computes_what_the_checkpoint_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given by itself or by its metadata. Its model directory is made once, and leaves its files as they are."""
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    plain, root = container(tmp_path)
+    want = TinyRunner(plan_for(plain)).extend({1: TOKENS})[0]
+    made = resolve_model_path(str(root))
+    assert torch.equal(TinyRunner(plan_for(made)).extend({1: TOKENS})[0], want)
+    assert planned_bytes(root) == planned_bytes(plain)
+    assert resolve_model_path(str(root / "metadata")) == made != root
+    assert (root / "metadata" / "model.safetensors.index.json").read_text() == "of the source"
+
+
+def test_a_container_says_how_its_source_was_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    _, root = container(tmp_path)
+    config = root / "metadata" / "config.json"
+    content, source = json.loads(config.read_text()), {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    content["quantization_config"]["source_quantization_config"] = source
+    config.write_text(json.dumps(content))
+    made = json.loads((resolve_model_path(str(root)) / "config.json").read_text())
+    assert made.pop("quantization_config") == source and "hidden_size" in made
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("build-contract.json", {"schema": "lil-nvfp4-csf-checkpoint/2"}, "schema 'lil-nvfp4-csf-checkpoint/2' is not"),
+        ("build-contract.json", {"source_names": []}, "source_names has to be an object"),
+        ("build-contract.json", {"source_names": {"a.weight": "f"}}, r"lacks 1 tensors that .* names: a\.weight"),
+        ("metadata/config.json", {"quantization_config": {"quant_method": "nvfp4_csf"}}, "format_version None is not"),
+    ],
+)
+def test_containers_of_another_kind_are_refused(
+    file: str, change: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    _, root = container(tmp_path)
+    content = json.loads((root / file).read_text())
+    (root / file).write_text(json.dumps(content | change))
+    with pytest.raises(UserError, match=message):
+        resolve_model_path(str(root))
+
+
+def test_a_tensor_in_two_files_of_a_container_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    _, root = container(tmp_path)
+    shutil.copy(root / "tensors" / "part0.safetensors", root / "tensors" / "part2.safetensors")
+    with pytest.raises(UserError, match=r"part2.safetensors has the tensor .*, which tensors/part0.safetensors has"):
+        resolve_model_path(str(root))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda tensors: tensors.__setitem__(FIXED, tensors[FIXED][1:].contiguous()), r"do not hold 256 x 32 scales"),
         (_far_away, r"nvfp4_csf_fixed: .* an exception for scale 8388608 of 8192"),
+        (_twice, r"nvfp4_csf_fixed: .* exceptions that are not in ascending order"),
+        (_high, r"nvfp4_csf_fixed: .* a base of 241, above 240"),
         (lambda tensors: tensors.__delitem__(EXCEPTIONS), r"nvfp4_csf_fixed has no .*nvfp4_csf_exceptions beside it"),
         (lambda tensors: tensors.__delitem__("model.layers.1.mlp.down_proj.weight"), r"the weight .* is missing"),
         (lambda tensors: tensors.__setitem__("a.int4_csf_fixed", torch.ones(1)), r"compressed scales of int4 are not"),
@@ -118,6 +214,31 @@ def test_damaged_scales_are_named(change: Callable[[Tensors], None], message: st
     save_file(tensors, file)
     with pytest.raises(UserError, match=message):
         load_model(plan_for(tmp_path / "quantized"))
+
+
+def test_ranks_read_their_share_of_the_scales() -> None:
+    """Any rows and columns, also of tensors in two files."""
+    generator = np.random.default_rng(3)
+    scales = generator.integers(90, 130, (32, 24), dtype=np.uint8)
+    fixed, exceptions = (torch.from_numpy(part.copy()) for part in compress(scales, 4))
+    tensors = {"a.weight": torch.zeros(32, 192, dtype=torch.uint8), "a.s.nvfp4_csf_fixed": fixed}
+    tensors["a.s.nvfp4_csf_exceptions"] = exceptions
+
+    class File:
+        def get_slice(self, name: str) -> File:
+            self.name = name
+            return self
+
+        def get_shape(self) -> list[int]:
+            return list(tensors[self.name].shape)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            return tensors[name]
+
+    found = ExpandedScales("a.s.nvfp4_csf_fixed", lambda name: File() if name in tensors else None)
+    assert found.get_shape() == [32, 24]
+    for share in ((slice(16, 32), slice(None)), (slice(None), slice(12, 24)), (slice(3, 7), slice(5, 6))):
+        assert (found[share].view(torch.uint8).numpy() == scales[share]).all()
 
 
 def test_names_and_sizes_are_those_of_the_scales(tmp_path: Path) -> None:

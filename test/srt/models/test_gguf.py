@@ -19,7 +19,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.model_loader.checkpoint import find_checkpoint
 from sglang.srt.model_loader.loader import filled_model
 
-from ..configs.gguf_files import add_tensor, convert
+from ..configs.gguf_files import add_tensor, convert, write
 from .harness import LLAMA3_ROPE, TinyRunner, plan_for, random_tokens, save_tiny
 
 GREEDY = {"topk_method": "greedy", "n_group": None, "topk_group": None}
@@ -30,6 +30,7 @@ SAME_MSCALE = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "mixtral": ("mixtral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
@@ -58,6 +59,15 @@ def test_a_file_is_the_model_it_was_made_of(family: str, tmp_path: Path) -> None
     assert loaded.params.keys() == made.params.keys()
     for param in made.params:
         assert torch.equal(loaded.params[param].tensor, made.params[param].tensor), param
+
+
+def test_a_tensor_for_each_expert_is_refused(tmp_path: Path) -> None:
+    def of_2023(writer: Any) -> None:
+        writer.add_expert_count(4)
+        add_tensor(writer, "blk.0.ffn_up.0.weight", torch.zeros(32, 32), "F32")
+
+    with pytest.raises(UserError, match="a tensor for each expert, as files of 2023 have it, is not read"):
+        resolve_model_path(str(write(tmp_path / "model.gguf", of_2023)))
 
 
 @pytest.mark.parametrize("family", ["llama tied", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3"])
@@ -89,6 +99,7 @@ KEPT = {
     "qwen3_moe, Q4_0": ("qwen3_moe_wide", "Q4_0"),
     "qwen3_moe, MXFP4": ("qwen3_moe_wide", "MXFP4"),
     "llama, Q8_0": ("llama_wide", "Q8_0"),
+    "mixtral, Q8_0": ("mixtral", "Q8_0"),
     "qwen3_moe, Q8_0": ("qwen3_moe_wide", "Q8_0"),
     "deepseek_v3, Q8_0": ("deepseek_v3", "Q8_0"),
     "gemma3, Q4_0": ("gemma3", "Q4_0"),

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.speculative import AdaptiveSettings
+from sglang.srt.drafts.depth import AdaptiveDepth, with_expert_copies
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, lockable_bytes
-from sglang.srt.plan.expert_slot_plan import MainMemory, bus_rate, hit_share
+from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan, MainMemory, bus_rate, hit_share
 from sglang.srt.plan.expert_slots import RESERVED_TOKENS
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
@@ -27,14 +29,16 @@ def folder(name: str) -> str:
     return str(Path(published.config_files()[name]).parent)
 
 
-def plan(name: str = MODEL, gpu: str = "rtx-5090", main: int | None = 256, free: float = 0, **flags: Any) -> Plan:
+def plan(
+    name: str = MODEL, gpu: str = "rtx-5090", main: int | None = 256, free: float = 0, channels: int = 0, **flags: Any
+) -> Plan:
     args = ServerArgs(model_path=folder(name), **flags)
     arch = arch_by_name(gpu)
     bytes_free = int(free * GIB) or int(0.97 * arch.memory)
     host = None if main is None else main * GIB
     return make_plan(
         args, ModelConfig.from_server_args(args), arch, bytes_free, frozenset({"triton"}), host_bytes=host,
-        advises=False, main_memory=MainMemory(host),
+        advises=False, main_memory=MainMemory(host, channels),
     )  # fmt: skip
 
 
@@ -114,10 +118,11 @@ def test_prefixes_get_what_experts_leave_of_main_memory() -> None:
     assert plan(main=1400, **args).host_cache is not None
 
 
-def test_two_buffers_where_they_take_little() -> None:
+def test_buffers_hold_all_other_experts_where_that_takes_little() -> None:
     small, large = plan("GLM-5.3-Flash-NVFP4").expert_slots, plan("GLM-5.3-Flash-NVFP4", "rtx-pro-6000").expert_slots
     assert small is not None and large is not None
-    assert (small.buffers, large.buffers) == (1, 2)
+    assert small.slots + small.buffered < small.experts == large.slots + large.buffered
+    assert small.slots + small.buffered > 8 * 8, "eight requests need no waves"
 
 
 def test_predictions() -> None:
@@ -129,6 +134,27 @@ def test_predictions() -> None:
     assert bus_rate(arch_by_name("rtx-3090"), MainMemory(), 1) == 25e9
 
 
+def test_a_step_copies_its_distinct_experts_that_are_in_no_slot() -> None:
+    slots = plan(gpu="rtx-pro-6000", paged_experts_num_resident=64).expert_slots
+    assert slots is not None
+    whole, of_expert = slots.host_bytes, slots.host_bytes / 128
+    assert slots.used_bytes(1) == pytest.approx(8 * of_expert)
+    assert slots.used_bytes(8) == pytest.approx((1 - (15 / 16) ** 8) * whole)
+    assert slots.copied_bytes(1) == pytest.approx(8 * of_expert * (1 - hit_share(0.5)))
+    assert slots.copied_bytes(8192) == pytest.approx(whole / 2), "slots hold the other half"
+    assert slots.copy_seconds(8192) == pytest.approx(slots.prompt)
+
+
+def test_drafts_count_the_experts_that_they_copy() -> None:
+    """A step that copies nothing while it is timed takes three draft tokens; one that copies takes none, or one."""
+    slots = plan().expert_slots
+    times = {(requests, width): 20.0 + width for requests in (1, 4) for width in (1, 2, 3, 4)}
+    settings = AdaptiveSettings()
+    resident = AdaptiveDepth(settings, 4, with_expert_copies(times, None))
+    streamed = AdaptiveDepth(settings, 4, with_expert_copies(times, slots))
+    assert resident.next_width(1) > 2 >= streamed.next_width(1)
+
+
 def test_windows_locks_half_of_its_memory(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:       100 kB\n")
@@ -137,3 +163,38 @@ def test_windows_locks_half_of_its_memory(tmp_path: Path) -> None:
     (tmp_path / "proc/version").write_text("Linux version 5.15.90.1-microsoft-standard-WSL2")
     assert lockable_bytes(80 * 1024, tmp_path) == 50 * 1024
     assert lockable_bytes(30 * 1024, tmp_path) == 30 * 1024
+
+
+def test_cpus_compute_experts_where_a_flag_asks_and_are_advised_where_memory_has_the_channels() -> None:
+    def slots_of(channels: int, **flags: Any) -> ExpertSlotPlan:
+        found = plan(channels=channels, **flags).expert_slots
+        assert found is not None
+        return found
+
+    for channels in (0, 2):
+        assert slots_of(channels).advised_cpus is None, "unknown, and no more than the bus takes"
+    eight = slots_of(8)
+    advice = eight.advised_cpus
+    assert advice is not None and eight.cpu_threads == 0
+    assert eight.decode_one / advice.decode_one > 1.5 and eight.decode_eight / advice.decode_eight > 1.5
+    assert f"--kt-cpuinfer {advice.threads} lets CPUs" in str(eight)
+    asked = slots_of(8, kt_cpuinfer=advice.threads)
+    assert asked.advised_cpus is None and asked.cpu_threads == advice.threads
+    assert asked.decode_one == pytest.approx(advice.decode_one) and asked.prompt == eight.prompt
+    assert slots_of(8, kt_cpuinfer=0).decode_one == eight.decode_one
+    assert f"predicted with {advice.threads} threads of CPUs " in str(asked)
+    assert slots_of(8, kt_cpuinfer=16, tp_size=2).cpu_threads == 8
+    assert ExpertSlotPlan.from_json(eight.describe()) == eight
+    assert plan(kt_cpuinfer=8).choices["cpu_experts"].name == "triton"
+    assert "cpu_experts" not in plan().choices
+
+
+def test_threads_without_experts_in_main_memory_are_noted() -> None:
+    resident = plan("Qwen3-30B-A3B", "rtx-pro-6000", kt_cpuinfer=8)
+    assert any("--kt-cpuinfer 8 has no effect" in note for note in resident.warnings)
+
+
+def test_experts_that_cpus_have_no_kernel_for() -> None:
+    assert "--kt-cpuinfer: CPUs compute experts of models in bfloat16, not float16" in refusal(
+        dtype="float16", kt_cpuinfer=8
+    )

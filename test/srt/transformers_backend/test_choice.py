@@ -103,7 +103,7 @@ def test_a_config_that_contradicts_the_class_is_refused() -> None:
     ("kind", "architecture", "ranks", "message"),
     [
         ("opt", OPT, RankLayout(2), "the plan of the model's class divides no products over ranks"),
-        ("olmo3", OLMO, RankLayout(pp_size=2), "cuts between layers, and a class of transformers runs as a whole"),
+        ("opt", OPT, RankLayout(pp_size=2), "OPTForCausalLM has no plan in transformers that cuts it into stages"),
         ("olmo3", OLMO, RankLayout(2, attn_dp_size=2), "exchanges tokens between the blocks that transformers hides"),
     ],
 )

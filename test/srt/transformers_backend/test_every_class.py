@@ -19,7 +19,6 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.models.transformers_backend import trial
-from sglang.srt.plan import served_model
 from sglang.srt.plan.transformers_backend.asking import request_of
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
@@ -39,12 +38,6 @@ experts; stored as another name; learned positions; caps of logits; stacked expe
 def prompt(seed: int, length: int) -> list[int]:
     tokens: list[int] = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return tokens
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Facts are found here, and not in a process for each class."""
-    monkeypatch.setattr(served_model, "facts_of", trial.facts_of)
 
 
 def scheduler(folder: Path, **options: Any) -> Scheduler:
@@ -80,7 +73,7 @@ def check(outcome: str, kind: str) -> None:
     recorded, name = json.loads(OUTCOMES.read_text()), causal_classes()[kind]
     if os.environ.get("UPDATE_GOLDEN"):
         outcomes = dict(sorted({**recorded["outcomes"], name: outcome}.items()))
-        recorded = {"transformers": transformers.__version__, "outcomes": outcomes}
+        recorded |= {"transformers": transformers.__version__, "outcomes": outcomes}
         OUTCOMES.write_text(json.dumps(recorded, indent=1) + "\n")
     assert recorded["outcomes"].get(name) == outcome
 
@@ -94,7 +87,7 @@ def test_the_record_has_every_class() -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in SAMPLE)) for kind in KINDS]
 )
-def test_a_class_answers_as_transformers_does_or_is_refused(kind: str, tmp_path: Path, in_this_process: None) -> None:
+def test_a_class_answers_as_transformers_does_or_is_refused(kind: str, tmp_path: Path) -> None:
     if kind not in causal_classes():
         pytest.skip("another kind has its class, or its config has others inside")
     config = tiny_config(kind)

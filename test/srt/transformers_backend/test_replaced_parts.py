@@ -106,3 +106,11 @@ def test_a_deferred_function_rotates_unless_a_step_is_computed() -> None:
         with pytest.raises(AssertionError, match="has just called"):
             step.take()
     assert all(map(torch.equal, rotate(q, k, cos, sin), expected))
+
+
+def test_a_function_with_other_arguments_is_left_alone() -> None:
+    """Gemma 4 rotates queries and keys one after the other."""
+    rotations, x = Rotations(), torch.randn(1, 2, 5, 8)
+    assert rotations._recorded(lambda x, cos, sin: x * cos + sin)(x, x, x).equal(x * x + x)
+    assert rotations.has_others and not rotations.replaceable(torch.nn.Module())
+    assert [layer.attention.rotary_dim for layer in facts("gemma4_text").layers] == [0] * 4

@@ -18,7 +18,6 @@ import transformers
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.transformers_backend import trial
-from sglang.srt.plan import served_model
 from sglang.srt.plan.transformers_backend.asking import request_of
 from sglang.srt.plan.transformers_backend.facts import CLASSIFY, EMBED
 from sglang.srt.server_args import ServerArgs
@@ -29,12 +28,6 @@ OUTCOMES = Path(__file__).with_name("text_outcomes.json")
 SAMPLE = {("distilbert", EMBED), ("electra", CLASSIFY), ("llama", CLASSIFY), ("albert", EMBED)}
 """No segments; positions and segments of its own; the last state; refused."""
 CASES = [(kind, task) for task in (EMBED, CLASSIFY) for kind in text_classes(task)]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Facts are found here, and not in a process for each class."""
-    monkeypatch.setattr(served_model, "facts_of", trial.facts_of)
 
 
 def runner_of(folder: Path, **options: Any) -> ModelRunner:
@@ -64,9 +57,7 @@ def test_the_record_has_every_class() -> None:
     ("kind", "task"),
     [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in SAMPLE)) for case in CASES],
 )
-def test_a_class_returns_what_transformers_does_or_is_refused(
-    kind: str, task: str, tmp_path: Path, in_this_process: None
-) -> None:
+def test_a_class_returns_what_transformers_does_or_is_refused(kind: str, task: str, tmp_path: Path) -> None:
     name = text_classes(task)[kind]
     facts = trial.facts_of(request_of(config_values(tiny_config(kind), name), str(tmp_path), False, task))
     if facts.problems:

@@ -31,12 +31,6 @@ from srt.transformers_backend.text_classes import expected, hidden_states, save_
 MODULE = "sentence_transformers.models."
 
 
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Facts are found here, and not in a process for each class."""
-    monkeypatch.setattr(served_model, "facts_of", trial.facts_of)
-
-
 def args_of(folder: Path, **options: Any) -> ServerArgs:
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, max_running_requests=3, max_total_tokens=1024,
@@ -190,6 +184,13 @@ def test_a_classifier_reads_pairs(tmp_path: Path) -> None:
         plan_of(tmp_path, is_embedding=False)
 
 
+def test_no_room_is_kept_for_logits_of_a_vocabulary(tmp_path: Path) -> None:
+    """But for the states of all tokens, their labels, and which of the texts each belongs to, in fp32."""
+    save_text_model("bert", CLASSIFY, tmp_path, num_labels=5)
+    plan = plan_of(tmp_path)
+    assert plan.memory.logits == plan.max_prefill_tokens * (64 + 5 + 3) * 4 and plan.memory.penalties == 0
+
+
 def test_texts_are_as_long_as_the_model_and_its_repository_allow(tmp_path: Path) -> None:
     """RoBERTa counts positions from behind the padding token."""
     model = save_text_model("xlm-roberta", EMBED, tmp_path, max_position_embeddings=67, pad_token_id=2)
@@ -212,7 +213,12 @@ def test_texts_are_as_long_as_the_model_and_its_repository_allow(tmp_path: Path)
     ("kind", "task", "options", "message"),
     [
         ("bert", EMBED, {"tp_size": 2}, "the plan of the model's class divides no products over ranks"),
-        ("qwen3", EMBED, {"pp_size": 2, "model_impl": "transformers"}, "a class of transformers runs as a whole"),
+        (
+            "qwen3",
+            EMBED,
+            {"pp_size": 2, "model_impl": "transformers"},
+            "no plan in transformers that cuts it into stages",
+        ),
         ("gemma2", CLASSIFY, {}, "caps or learned logits, which are only computed over a cache"),
         ("albert", EMBED, {}, "does not attend once in each layer"),
         ("t5", EMBED, {}, "is not supported"),

@@ -93,10 +93,23 @@ class ModelArgs:
     paged_experts_num_resident: int | None = option(
         None, MEMORY, "Slots of each layer for experts in use. None: as many as caches leave room for.", minimum=1
     )
+    kt_cpuinfer: int | None = option(
+        None,
+        MEMORY,
+        "Threads of a machine's CPUs that compute some of the experts in main memory which decode steps lack. None or"
+        " 0: the GPU copies and computes all of them.",
+        minimum=0,
+    )
     ple_offload_embedding: bool = option(
         False,
         MEMORY,
         "Keep tables of n-grams (Qwen3.8-Flash-Next) in pinned host memory. By default only if GPUs have no room.",
+    )
+    embed_in_main_memory: bool = option(
+        False,
+        MEMORY,
+        "Keep embeddings of tokens in pinned host memory, where the GPU reads a row for each token. Embeddings that the"
+        " output head multiplies by stay in GPU memory.",
     )
     no_ple_offload_embedding: bool = option(False, MEMORY, "Keep tables of n-grams in GPU memory in any case.")
     kv_cache_dtype: str = option(

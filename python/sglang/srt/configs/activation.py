@@ -61,3 +61,20 @@ SILU = Activation()
 GELU = Activation(function=GELU_TANH)
 RELU2 = Activation(function=RELU2_FUNCTION)
 GPT_OSS_SWIGLU = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
+
+GELU_SLOPE = 2.0 * (2.0 / 3.141592653589793) ** 0.5
+GELU_CUBIC = 0.044715 * GELU_SLOPE
+"""The tanh form of GELU is gate * sigmoid(GELU_SLOPE * gate + GELU_CUBIC * gate ** 3), because 1 + tanh(x) is
+2 * sigmoid(2 * x)."""
+
+
+def gate_constants(activation: Activation) -> dict[str, float | bool]:
+    """Returns the constants for which kernels with a fused activation are specialized."""
+    tanh = activation.function == GELU_TANH
+    return {
+        "ALPHA": GELU_SLOPE if tanh else activation.alpha,
+        "CUBIC": GELU_CUBIC if tanh else 0.0,
+        "OFFSET": activation.up_offset,
+        "LIMIT": 0.0 if activation.limit is None else activation.limit,
+        "HAS_GATE": activation.gated,
+    }

@@ -47,7 +47,7 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, 
         names = [SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
         if not names:
             return None
-    headers = (_header(folder / name) for name in names if (folder / name).is_file())
+    headers = (file_tensors(folder / name) for name in names if (folder / name).is_file())
     return {name: tensor for header in headers for name, tensor in header.items() if wanted(name)}
 
 
@@ -101,13 +101,10 @@ def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?")
 
 
-def _header(path: Path) -> dict[str, Stored]:
-    """Returns type and shape of each tensor in a file, by name."""
-    return tensors_of_header(path, header_bytes(path))
-
-
-def tensors_of_header(path: Path, header_text: bytes) -> dict[str, Stored]:
-    """Returns type and shape of each tensor that the header of a safetensors file lists. Raises UserError."""
+def file_tensors(path: Path, longest: int = _LONGEST_HEADER) -> dict[str, Stored]:
+    """Returns type and shape of each tensor in a file, by name. Raises UserError for a damaged file, and for a
+    header of `longest` bytes or more."""
+    header_text = header_bytes(path, longest)
     try:
         header = json.loads(header_text)
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang.srt.configs.csf_container import container_of, unpack_container
 from sglang.srt.configs.gguf.files import PART, SUFFIX, in_folder, model_of
 from sglang.srt.configs.gguf.packages import packaged_model
 from sglang.srt.configs.gguf.tensors import INDEX_NAME
@@ -40,13 +41,16 @@ def resolve_model_path(
     if wanted:
         return unpack(_download_gguf(repo, wanted, revision, download_dir, flag))
     patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
-    return _download(repo, revision, download_dir, patterns, flag)
+    return _unpacked(_download(repo, revision, download_dir, patterns, flag))
 
 
 def _unpacked(folder: Path) -> Path:
-    """Returns the folder, or the model directory of the model in GGUF that it holds."""
+    """Returns the folder, or the model directory of the model in GGUF, or of the container, that it holds."""
     if (folder / INDEX_NAME).is_file():
         return folder
+    container = container_of(folder)
+    if container is not None:
+        return unpack_container(container)
     file = in_folder(folder)
     return folder if file is None else unpack(file)
 

@@ -231,6 +231,10 @@ def _group_quant(group: Config, layout: str | None, source: str) -> ModuleQuant:
         if match(weights, inputs, layout):
             if scheme.startswith("int4") and inputs is not None:
                 _say_16_bits(source)
+            if scheme == "int8_channel" and inputs is not None and inputs.get("symmetric") is False:
+                warn_once(
+                    f"{source} asks for int8 activations with zero points: they are rounded without, like weights"
+                )
             if zero_points and not scheme.startswith("int4"):
                 raise unsupported(source, f"{described}: asymmetric weights (zero points)")
             if scheme.startswith("fp8_block") and weights.get("block_structure") != [128, 128]:

@@ -19,12 +19,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
+from typing import TYPE_CHECKING
 
 from sglang.srt.configs.speculative import AdaptiveSettings
 from sglang.srt.plan.step_widths import StepWidths
 
+if TYPE_CHECKING:
+    from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan
+
 StepTimes = Mapping[tuple[int, int], float]
 """Measured times: (requests, tokens per request) -> milliseconds."""
+
+
+def with_expert_copies(step_ms: StepTimes, slots: ExpertSlotPlan | None) -> StepTimes:
+    """Returns the times with those of the copies of experts that lie in main memory: where times are measured the same
+    experts are chosen again and again, and none is copied."""
+    if slots is None:
+        return step_ms
+    return {
+        (requests, width): ms + 1e3 * slots.copy_seconds(requests * width) for (requests, width), ms in step_ms.items()
+    }
+
 
 FIRST_RATE = 0.7
 """Assumed acceptance rate of the first draft token before any was verified."""

@@ -223,14 +223,14 @@ def free_memory_bytes(device_index: int | None = 0, unified: bool = False) -> in
     cgroup limits count). `unified`: the GPU's memory is the machine's; the driver then counts the page cache as taken,
     although it would be freed."""
     if device_index is None:
-        return _free_main_memory()
+        return free_main_memory()
     import torch
 
     free, total = torch.cuda.mem_get_info(device_index)
-    return min(int(total), max(int(free), _free_main_memory())) if unified else int(free)
+    return min(int(total), max(int(free), free_main_memory())) if unified else int(free)
 
 
-def _free_main_memory(root: Path = Path("/")) -> int:
+def free_main_memory(root: Path = Path("/")) -> int:
     """Returns the free bytes of main memory; in a container what its limit leaves, where cached files count as free."""
     meminfo = _numbers(root / "proc/meminfo", ":")
     available = meminfo["MemAvailable"] * 1024

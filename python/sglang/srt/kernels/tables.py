@@ -364,6 +364,10 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("triton", f"{_TRITON}.expert_slots:EXPERT_SLOTS", CP_ASYNC, "triton"),
         KernelSpec("torch_native", f"{_EXPERTS}.slot_ops:EXPERT_SLOTS", graph_safe=False),
     ),
+    "cpu_experts": (
+        KernelSpec("triton", f"{_TRITON}.cpu_experts:CPU_EXPERTS", CP_ASYNC, "triton"),
+        KernelSpec("torch_native", f"{_EXPERTS}.cpu_experts.ops:CPU_EXPERTS", graph_safe=False),
+    ),
     "extend_attention": EXTEND_ATTENTION,
     "long_prompt_attention": LONG_PROMPT_ATTENTION,
     "long_latent_prompt": LONG_LATENT_PROMPT,

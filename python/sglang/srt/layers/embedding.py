@@ -23,14 +23,16 @@ def _vocab_rows(group: Group, vocab_size: int) -> ShardRange:
     return padded_share(vocab_size, -(-vocab_size // group.size), group.rank)
 
 
-def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int, stored: int = 0) -> torch.Tensor:
+def _vocab_weight(
+    scope: Scope, vocab_size: int, hidden_size: int, stored: int = 0, on_host: bool = False
+) -> torch.Tensor:
     """Returns this rank's rows [ceil(V / ranks), H]; rows past the vocabulary stay zero. stored: rows in checkpoints
     that pad the vocabulary; 0: without padding. Unpadded checkpoints are always accepted."""
     rows = _vocab_rows(scope.groups.vocabulary, vocab_size)
     part = TensorPart((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
     if stored > vocab_size:
         part = replace(part, shape=(stored, hidden_size), other=part)
-    weight = scope.param("weight", (rows.padded_count, hidden_size), {PartKey(): part})
+    weight = scope.param("weight", (rows.padded_count, hidden_size), {PartKey(): part}, pinned=on_host)
     if not weight.is_meta:
         weight[rows.count :].zero_()
     return weight
@@ -48,25 +50,26 @@ class VocabParallelEmbedding:
         scale: float = 1.0,
         norm_eps: float | None = None,
         stored: int = 0,
+        on_host: bool = False,
     ) -> None:
-        """stored: as in `_vocab_weight`."""
+        """stored: as in `_vocab_weight`. on_host: the rows lie in pinned host memory, where kernels read them."""
         self.scale = float(torch.tensor(scale, dtype=scope.dtype))
         self.group = scope.groups.vocabulary
-        self.weight = _vocab_weight(scope, vocab_size, hidden_size, stored)
+        self.weight = _vocab_weight(scope, vocab_size, hidden_size, stored, on_host)
         self.lengths: torch.Tensor | None = None
         """[rows, 1] fp32: divisor of each normalized row."""
         if norm_eps is not None:
-            self.lengths = self.weight.new_empty((len(self.weight), 1), dtype=torch.float32)
+            self.lengths = torch.empty((len(self.weight), 1), dtype=torch.float32, device=scope.device)
             scope.finish.append(functools.partial(_norm_rows, self.weight, self.lengths, norm_eps))
         self.first = self.group.rank * self.weight.shape[0]
-        self.rows = scope.plan.entry(EMBEDDING_ROWS) if self.group.size > 1 else None
+        self.rows = scope.plan.entry(EMBEDDING_ROWS) if self.group.size > 1 or on_host else None
 
     def multiply_by(self, scope: Scope) -> None:
         """Multiplies the rows, after loading, by the norm weight of this scope."""
         norm = scope.param("weight", (self.weight.shape[1],), init=Init.ONES)
 
         def multiply() -> None:
-            self.weight.mul_(norm)
+            self.weight.mul_(norm.to(self.weight.device))
 
         scope.finish.append(multiply)
 

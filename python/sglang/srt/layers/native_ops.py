@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.configs.activation import GELU, GELU_TANH, Activation
-from sglang.srt.layers.moe.expert_weights import ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.quantization.activations import Activations, values_of
 
@@ -219,35 +219,49 @@ def fused_moe(
     activation: Activation,
     configs: TileConfigs,
     features: Collection[str] = (),
+    waves: Waves | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H,
     I], weights and ids [T, k].
 
     An id of -1 adds nothing. Weights are dequantized; activations are not quantized, since that serves tensor cores
-    that a CPU does not have.
+    that a CPU does not have. `waves`: as in `fused_moe_triton`.
     """
     x = values_of(x)
-
-    def product(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
-        bias = None if weights.bias is None else weights.bias[expert].to(x.dtype)
-        return F.linear(x, weights.dequantized(expert).to(x.dtype), bias)
-
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     scales = topk_weights.float().flatten()
+    for up, down, ids in ((w13, w2, topk_ids),) if waves is None else waves:
+        _add_experts(x, up, down, scales, ids, activation, out)
+    return out.to(x.dtype)
+
+
+def _add_experts(
+    x: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    scales: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Activation,
+    out: torch.Tensor,
+) -> None:
+    def product(x: torch.Tensor, weights: ExpertWeights, row: int) -> torch.Tensor:
+        bias = None if weights.bias is None else weights.bias[row].to(x.dtype)
+        return F.linear(x, weights.dequantized(row).to(x.dtype), bias)
+
     chosen: dict[int, list[int]] = {}
     for place, expert in enumerate(topk_ids.flatten().tolist()):
         chosen.setdefault(expert, []).append(place)
+    row_of = range(w13.num_experts) if w13.row_of_expert is None else w13.row_of_expert.tolist()
     for expert in sorted(chosen.keys() - {-1}):
-        places = chosen[expert]
+        places, row = chosen[expert], row_of[expert]
         if len(x) == len(places) == 1:  # of one request that decodes: gathering takes longer than multiplying
-            y = product(gated(product(x, w13, expert), activation), w2, expert)
+            y = product(gated(product(x, w13, row), activation), w2, row)
             out += y.float() * scales[places[0]]
             continue
         chosen_by = torch.tensor(places, device=x.device)
         token = chosen_by // topk_ids.shape[1]
-        y = product(gated(product(x[token], w13, expert), activation), w2, expert)
+        y = product(gated(product(x[token], w13, row), activation), w2, row)
         out.index_add_(0, token, y.float() * scales[chosen_by, None])
-    return out.to(x.dtype)
 
 
 def context_attention(

@@ -17,6 +17,7 @@ import torch
 
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.errors import UserError
+from sglang.srt.layers.moe.cpu_experts.shared import CpuExperts
 from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.main_memory import map_memory
@@ -191,6 +192,8 @@ class Scope:
     """Buffers of experts whose weights lie in main memory."""
     adapters: AdapterLayers | None = None
     """Memory for LoRA adapters of linear layers; None: there is none."""
+    cpu_experts: CpuExperts = field(default_factory=CpuExperts)
+    """CPUs that compute some of these."""
     made_for: torch.device | None = None
     """Device that reads the parameters if they lie in main memory."""
 
@@ -242,12 +245,24 @@ class Scope:
         if pinned and self.device.type == "cuda":
             tensor = _pinned(shape, dtype)
         elif self.made_for is not None:
-            tensor = map_memory(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+            tensor = _mapped(shape, dtype)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         parts = {PartKey(): TensorPart(shape)} if parts is None else parts
         self.params[name] = Param(name, tensor, parts, init, self.made_for)
         return tensor
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates main memory that is alone on its pages. Raises UserError if there is not enough."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    try:
+        return map_memory(size).view(dtype).view(shape)
+    except OSError as error:
+        raise UserError(
+            f"{size / 1024**3:.2f} GiB of main memory cannot be had for the experts of a layer ({error}). Free memory"
+            " of the machine, raise the container's limit, or keep experts in the memory of more GPUs (--tp-size)."
+        ) from None
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -257,7 +272,7 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     except RuntimeError as error:
         size = torch.Size(shape).numel() * dtype.itemsize / 1024**3
         raise UserError(
-            f"{size:.2f} GiB of host memory cannot be pinned for a table of n-grams ({error}). Free memory of the"
-            " machine, raise its limit of locked memory (ulimit -l), or start with more GPUs and"
-            " --no-ple-offload-embedding."
+            f"{size:.2f} GiB of host memory cannot be pinned for a table of embeddings ({error}). Free memory of the"
+            " machine, raise its limit of locked memory (ulimit -l), or start without --embed-in-main-memory, or with"
+            " more GPUs and --no-ple-offload-embedding."
         ) from None

@@ -167,6 +167,7 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
         check_server_defaults(args, model)
     media = None
     if description.media is not None:
-        media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype))
+        by_class = description.transformers_class is not None
+        media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype), by_class)
     trial.check()
     return EngineHandle(args, model, media)

@@ -35,6 +35,10 @@ MIN_AGREEMENT = 0.5
 """Smallest cosine of two rows of logits. Random weights on an H200 give 0.84 (GPT-OSS-20B), 0.94 (Qwen3.5-35B-A3B),
 0.98 (nine layers of GLM-4.7-FP8), because roundings differ and MoE routers near a tie choose other experts. A wrong
 cache slot, position or scale gives about 0."""
+MAX_INFLUENCE, MAX_INFLUENCE_OF_SCALES = 0.03, 0.3
+"""Largest change of a token's logits, relative to their norm, when other requests have other tokens: in 16 bits, and
+where activations may be quantized with one scale for all tokens of a step, so that roundings differ. Without mixing it
+is 0 in 16 bits; if an MLP adds 2% of the token before, it is 0.2 (four layers, random weights)."""
 KERNELS = "the attention backend or the cache's type may be at fault"
 REMEDIES = {
     "graph": "--disable-cuda-graph serves without graphs",
@@ -93,6 +97,8 @@ class _Canary:
             reference = self._logits(steps.prompts(steps.length))
             if not bool(reference.isfinite().all()):
                 raise _failure(self._first_without_numbers() + " is not finite", "check the checkpoint's files")
+        if runner.plan.description.transformers_class is not None and steps.count > 1:
+            self._check_neighbours()
         yield from self._with_overlap(reference)
         yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
         if runner.plan.description.pooling is not None:
@@ -110,6 +116,22 @@ class _Canary:
         if steps.images is not None:
             with steps.images.only_cached():
                 yield from self._seen(reference)
+
+    def _check_neighbours(self) -> None:
+        """Raises UserError if the logits of a token change with the tokens of other requests beside it. A class may mix
+        tokens where nothing here sees it. All other computations are the same, and so are their roundings."""
+        runner, steps = self.runner, self.steps
+        with runner.without_graphs(), runner.with_min_overlap_tokens(None):
+            beside = [self._logits(steps.first_tokens(others))[steps.middle].double() for others in (1, 2)]
+        difference = float((beside[0] - beside[1]).norm() / beside[0].norm())
+        quantized, title = runner.plan.description.quantization is not None, runner.plan.description.title
+        if not difference <= (MAX_INFLUENCE_OF_SCALES if quantized else MAX_INFLUENCE):
+            raise UserError(
+                f"{title} cannot be served: what it says to a request changes with the tokens of others that are"
+                f" computed beside it (by {difference:.0%}). Its class mixes neighbouring tokens outside of attention,"
+                " such as in a convolution, and requests lie side by side here. docs/transformers_models.md has the"
+                " classes that are served"
+            )
 
     def _with_overlap(self, reference: torch.Tensor) -> Iterator[float]:
         """Yields the agreement of a step as two microbatches; nothing without two-batch overlap."""

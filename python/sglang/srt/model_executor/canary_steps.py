@@ -68,6 +68,20 @@ class CanarySteps:
         """Returns a step with the first `length` tokens of every prompt."""
         return self._step(np.arange(0), np.arange(self.count), length)
 
+    def first_tokens(self, others: int) -> StepInput:
+        """Returns a step with the first token of every prompt. Those of all prompts but the middle one are others for
+        each number `others`."""
+        step = self.prompts(1)
+        assert step.prompts is not None
+        changed = np.arange(self.count) != self.middle
+        step.prompts.input_ids = (step.prompts.input_ids + others * changed) % self.runner.plan.model.vocab_size
+        return step
+
+    @property
+    def middle(self) -> int:
+        """Returns the number of the prompt that has others on both sides."""
+        return self.count // 2
+
     def alone(self, number: int) -> StepInput:
         """Returns a step with one prompt."""
         return self._step(np.arange(0), np.arange(number, number + 1), self.length)

@@ -29,8 +29,8 @@ def create_features(plan: Plan, state: DeviceState, create_encoder: CreateEncode
     shared = plan.shares_encoder
     together = shared or model.media.tower.ranks > 1
     agreed: Callable[[bool], bool] = parallel_state.all_ranks_agree if together else bool
-    dtype = getattr(torch, plan.dtype)
+    dtype, sliced = getattr(torch, plan.dtype), model.media.tower.can_pause and not shared
     state.features = MediaFeatures(
-        model.media, width, dtype, FEATURE_BYTES, plan.device, encoder, agreed=agreed, sliced=not shared
+        model.media, width, dtype, FEATURE_BYTES, plan.device, encoder, agreed=agreed, sliced=sliced
     )
     return state.features

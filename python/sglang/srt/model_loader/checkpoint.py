@@ -33,9 +33,16 @@ class Checkpoint:
         """Returns the size of all files."""
         return sum(path.stat().st_size for path in self.files)
 
-    def tensors(self) -> Iterator[tuple[str, Any, Any]]:
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Returns the files."""
+        return tuple(self.files)
+
+    def tensors(self, after: Callable[[Path], None] = lambda path: None) -> Iterator[tuple[str, Any, Any]]:
         """Yields (name, safetensors slice, open file), file by file, memory-mapped: nothing is read until it is
-        indexed. Compressed scales come expanded, under the name of the scales."""
+        indexed. Compressed scales come expanded, under the name of the scales. `after` is called with each file but the
+        last, once a tensor of the next one has taken the place of its last."""
+        left: Path | None = None
         for path, promised in self.files.items():
             with _open(path) as file:
                 names = list(file.keys())
@@ -44,8 +51,15 @@ class Checkpoint:
                     if name.endswith(CSF_FIXED):
                         scales = ExpandedScales(name, functools.partial(self._file_of, file, names))
                         yield scales.name, scales, scales
+                        del scales
                     elif not name.endswith(CSF_EXCEPTIONS):
                         yield name, file.get_slice(name), file
+                    else:
+                        continue
+                    if left is not None:
+                        after(left)
+                        left = None
+            left = path
 
     def _file_of(self, current: Any, names: Collection[str], name: str) -> Any:
         """Returns the open file that has the tensor: the current one, or another that the index names; None if there is

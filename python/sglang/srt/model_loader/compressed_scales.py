@@ -42,10 +42,13 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def expand(fixed: torch.Tensor, exceptions: torch.Tensor, rows: int, cols: int, packing: Packing) -> torch.Tensor:
-    """Returns the scales [rows, cols]. Raises ValueError for tensors of other sizes."""
+    """Returns the scales [rows, cols]. Raises ValueError for tensors that hold others, or none."""
     slabs, width = -(-rows // SLAB_ROWS), -(-cols * packing.bits // 8)
     packed = fixed.reshape(slabs, SLAB_ROWS * (1 + width))
     bases, offsets = packed[:, :SLAB_ROWS], packed[:, SLAB_ROWS:].reshape(slabs, SLAB_ROWS, width)
+    highest = (1 << 8) - (1 << packing.bits)
+    if len(bases) and int(bases.max()) > highest:
+        raise ValueError(f"a base of {int(bases.max())}, above {highest}")
     shifts = torch.arange(0, 8, packing.bits, dtype=torch.uint8)
     each = (offsets[..., None] >> shifts) & ((1 << packing.bits) - 1)
     scales = (bases[..., None] + each.flatten(-2)[..., :cols]).flatten(0, 1)[:rows].contiguous()
@@ -53,6 +56,8 @@ def expand(fixed: torch.Tensor, exceptions: torch.Tensor, rows: int, cols: int, 
     places = replaced & ((1 << _PLACE_BITS) - 1)
     if len(places) and int(places.max()) >= scales.numel():
         raise ValueError(f"an exception for scale {int(places.max())} of {scales.numel()}")
+    if bool((places.diff() <= 0).any()):
+        raise ValueError("exceptions that are not in ascending order")
     scales.view(-1)[places] = (replaced >> _PLACE_BITS & 0xFF).to(torch.uint8)
     return scales.view(packing.dtype)
 

@@ -55,9 +55,14 @@ class GGUFCheckpoint:
         """Returns the size of all tensors, dequantized."""
         return sum(_elements(entry) * self.dtype.itemsize for entry in self.index.entries)
 
-    def tensors(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yields (name, slice, file) as `Checkpoint.tensors` does. Tensors that can stay in fewer bits are there in 16
-        if their name in 16 bits is wanted."""
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Returns the files."""
+        return tuple(self.folder / inside(file, self.folder / INDEX_NAME) for file in self.index.files)
+
+    def tensors(self, after: Callable[[Path], None] = lambda path: None) -> Iterator[tuple[str, Any, Any]]:
+        """Yields (name, slice, file) as `Checkpoint.tensors` does; `after` is not called, since its files stay mapped.
+        Tensors that can stay in fewer bits are there in 16 if their name in 16 bits is wanted."""
         entries = [entry for entry in self.index.entries if not _is_plain(entry) and self._is_wide(entry)]
         self._say(entries)
         for entry in self.index.entries:

@@ -16,7 +16,9 @@ from tqdm import tqdm
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
+from sglang.srt.model_loader import page_cache
 from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
+from sglang.srt.model_loader.reads import Reads
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.build import build_model
 from sglang.srt.models.causal_lm import CausalLM, Loadable
@@ -51,12 +53,13 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
     start = time.perf_counter()
+    files: tuple[Path, ...] = ()
     with torch.inference_mode():
         model = build_model(plan)
         if load_format == "dummy":
             fill_random(model.params, seed)
         else:
-            load_checkpoint(model, plan.model.model_path, getattr(torch, plan.dtype))
+            files = load_checkpoint(model, plan.model.model_path, getattr(torch, plan.dtype))
         for folder, part in model.beside.items():
             if load_format == "dummy":
                 fill_random(part.params, seed)
@@ -66,6 +69,9 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
             step()
     # The collectives that follow have a time limit, and files come at different speeds.
     parallel_state.wait_for_all_ranks()
+    if _in_main_memory(model):
+        for path in files:
+            page_cache.forget(path)
     num_bytes = sum(p.tensor.nbytes for part in (model, *model.beside.values()) for p in part.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
@@ -95,13 +101,20 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
             fill_random(tower.params, seed)
         else:
             load_checkpoint(tower, plan.model.model_path, getattr(torch, plan.dtype))
+        for step in tower.finish:
+            step()
     return tower
 
 
-def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch.float32) -> None:
+def _in_main_memory(model: Loadable) -> bool:
+    """Returns whether any parameter lies in main memory, of which files that the system keeps would take as much."""
+    return any(param.filled_on is not None for param in model.params.values())
+
+
+def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch.float32) -> tuple[Path, ...]:
     """Streams the directory's tensors into the parameters; each is read once, and only this rank's slice. `dtype`: of
-    weights that are dequantized while they are read (GGUF). Raises UserError for missing, unexpected or unfit
-    tensors."""
+    weights that are dequantized while they are read (GGUF). Returns the files. Raises UserError for missing, unexpected
+    or unfit tensors."""
     prefix = model.base_prefix
     wanted = index_parts(model.weights, model.params.values())
     checkpoint = find_checkpoint(model_path, dtype, lambda name: model.weights.canonical(name) in wanted)
@@ -110,14 +123,25 @@ def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch
     unknown: list[str] = []
     loaded: set[str] = set()
     tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, which outlives this one
-    with tqdm(
-        total=checkpoint.total_bytes(),
-        desc="Loading weights",
-        unit="B",
-        unit_scale=True,
-        disable=not parallel_state.is_leader(),
-    ) as progress:
-        for stored_name, view, file in checkpoint.tensors():
+    reads = Reads()
+    forgets = _in_main_memory(model) and parallel_state.num_ranks() == 1  # others may be behind
+
+    def after(path: Path) -> None:
+        reads.wait()
+        if forgets:
+            page_cache.forget(path)
+
+    with (
+        reads,
+        tqdm(
+            total=checkpoint.total_bytes(),
+            desc="Loading weights",
+            unit="B",
+            unit_scale=True,
+            disable=not parallel_state.is_leader(),
+        ) as progress,
+    ):
+        for stored_name, view, file in checkpoint.tensors(after):
             name = model.weights.canonical(stored_name)
             if prefix and name not in wanted and (prefix + name in wanted or model.ignored_weight(prefix + name)):
                 name = prefix + name
@@ -127,10 +151,11 @@ def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")
             if name in wanted:
                 for param, key in wanted[name]:
-                    progress.update(_fill(param, key, stored_name, view, file))
+                    progress.update(_fill(param, key, stored_name, view, file, reads))
                 loaded.add(name)
             elif not model.ignored_weight(name) and not _adds_nothing(stored_name, file):
                 unknown.append(stored_name)
+        reads.wait()
         progress.update(progress.total - progress.n)
     if unknown:
         raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
@@ -140,6 +165,7 @@ def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch
         advice = "; models of embeddings have no such output head: serve one with --is-embedding" if only_head else ""
         raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}{advice}")
     refuse_not_finite(model.params, wanted, model_path)
+    return checkpoint.paths
 
 
 def index_parts(names: WeightMap, params: Iterable[Param]) -> dict[str, list[tuple[Param, PartKey]]]:
@@ -160,16 +186,17 @@ def _optional(parts: list[tuple[Param, PartKey]]) -> bool:
     return all(param.parts[key].optional for param, key in parts)
 
 
-def _fill(param: Param, key: PartKey, name: str, view: Any, file: Any) -> int:
-    """Copies one part from a checkpoint tensor; returns the number of bytes read."""
+def _fill(param: Param, key: PartKey, name: str, view: Any, file: Any, reads: Reads) -> int:
+    """Copies one part from a checkpoint tensor; returns the number of bytes to read."""
     part = param.parts[key]
     if part.other is not None and tuple(view.get_shape()) == part.other.shape != part.shape:
         part = part.other
     _check(name, view, part)
     source = view[part.source] if part.sharded else file.get_tensor(name)
     dest = param.tensor[part.dest]
-    dest.copy_((part.convert(source) if part.convert else source).reshape(dest.shape))
     num_bytes: int = source.nbytes
+    source = part.convert(source) if part.convert else source
+    reads.copy(dest, source.reshape(dest.shape), later=param.filled_on is not None)
     return num_bytes
 
 

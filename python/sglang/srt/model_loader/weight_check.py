@@ -46,13 +46,17 @@ def refuse_not_finite(
 
 def _not_finite(tensors: list[tuple[str, Param, torch.Tensor]]) -> set[str]:
     """Returns the names of those (name, parameter, all or a part of its tensor) that hold NaN or infinity. Waits for
-    the device once."""
+    each device once."""
     probes = [(name, _probe(param.name, tensor)) for name, param, tensor in tensors]
-    probed = [(name, probe) for name, probe in probes if probe is not None]
-    if not probed:
-        return set()
-    finite = torch.stack([probe for _, probe in probed]).isfinite().tolist()
-    return {name for (name, _), good in zip(probed, finite, strict=True) if not good}
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, probe in probes:
+        if probe is not None:  # of weights in main memory on the CPU
+            by_device.setdefault(probe.device, []).append((name, probe))
+    failed = set()
+    for probed in by_device.values():
+        finite = torch.stack([probe for _, probe in probed]).isfinite().tolist()
+        failed |= {name for (name, _), good in zip(probed, finite, strict=True) if not good}
+    return failed
 
 
 def _probe(param_name: str, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -54,6 +54,7 @@ from sglang.srt.layers.adapters import AdapterLayers
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.moe.cpu_experts.shared import CpuExperts
 from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
@@ -222,6 +223,7 @@ def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbeddin
         model.embedding.scale,
         None if norm is None else model.norm_eps,
         model.stored_vocab_size,
+        model.embedding.on_host,
     )
     if norm is not None and norm.weighted:
         embedding.multiply_by(scope.sub("embed_norm"))
@@ -265,6 +267,7 @@ class CausalLM:
     """
 
     expert_buffers: ExpertBuffers | None = None
+    cpu_experts: CpuExperts | None = None
     """What layers whose experts lie in main memory share."""
     base_prefix = "model."
     """Prefix that names lack in checkpoints saved without a head, such as embedding models."""
@@ -341,7 +344,7 @@ class CausalLM:
             adapters=self.adapters,
         )
         self.weights = model.names
-        self.expert_buffers = scope.buffers
+        self.expert_buffers, self.cpu_experts = scope.buffers, scope.cpu_experts
         self.params: dict[str, Param] = scope.params
         self.on_other_ranks, self.finish = scope.on_other_ranks, scope.finish
         self.caches: list[CacheStore] = scope.caches

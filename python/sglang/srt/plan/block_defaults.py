@@ -209,8 +209,12 @@ class FeedForwardDefaults(Protocol):
         """Returns the block for a model that is served with images, whose placeholder is `token`."""
         return self
 
-    def with_slots(self, slots: int, buffers: int) -> Self:
+    def with_slots(self, slots: int, buffered: int) -> Self:
         """Returns the block with its experts, if it has any, in main memory."""
+        return self
+
+    def with_cpu_threads(self, threads: int) -> Self:
+        """Returns the block with some of its experts in main memory, if it has any, computed by CPUs."""
         return self
 
     @property

@@ -125,7 +125,7 @@ class CapacityPlanner:
         sizes = replace(sizes, checkpoints=states.checkpoints)
         tables = host_table_bytes(self.everything, self.parallel)
         notes += [states.note] if states.note else []
-        notes += [host_table_note(tables)] if tables else []
+        notes += [host_table_note(self.everything, tables)] if tables else []
         max_tokens = args.max_total_tokens or self.available  # a token takes at least a byte; the exception is below
         if sizes.num_positions < self.context_len:
             max_tokens = min(max_tokens, sizes.num_positions - SPARE)

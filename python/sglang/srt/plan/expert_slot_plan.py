@@ -24,12 +24,17 @@ CHANNEL_RATE = 38e9
 """Bytes a second of a channel of DDR5-5600 that copies reach."""
 
 
+BUFFERS = 2
+"""Buffers for experts that are in no slot: those in one arrive while those in the other are computed with."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Sizes in GPU memory: slots of each layer, and buffers for all experts of a layer."""
+    """Sizes in GPU memory: slots of each layer, and the most experts that each of the buffers holds, which layers
+    share."""
 
     slots: int
-    buffers: int
+    buffered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,30 @@ UNKNOWN = MainMemory()
 
 
 @dataclass(frozen=True, slots=True)
+class AdvisedCpus:
+    """Threads of a machine that are worth asking for (`plan/cpu_experts`), and the predicted seconds of a step of one
+    and of eight requests with them."""
+
+    threads: int
+    decode_one: float
+    decode_eight: float
+
+    def __str__(self) -> str:
+        return (
+            f"--kt-cpuinfer {self.threads} lets CPUs compute missing experts: predicted {1 / self.decode_one:.0f} and"
+            f" {8 / self.decode_eight:.0f} tokens/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSlotPlan:
     """The experts in main memory of one rank, and predictions for them, in seconds."""
 
     layers: int
     experts: int
     slots: int
-    buffers: int
+    buffered: int
+    """Experts in each of the buffers."""
     host_bytes: int
     processes: int
     """Ranks of this machine, each with such a bank."""
@@ -60,6 +82,26 @@ class ExpertSlotPlan:
     prompt: float
     """Of a prompt of one chunk."""
     chunk: int
+    chosen: float
+    """Experts of a layer that a token chooses on this rank."""
+    rate: float
+    """Bytes a second that copies of experts reach."""
+    cpu_threads: int = 0
+    """Threads of the rank that compute some of the experts which a step lacks."""
+    advised_cpus: AdvisedCpus | None = None
+
+    def used_bytes(self, tokens: int) -> float:
+        """Predicts the bytes of the distinct experts that so many tokens of a step choose, each for itself."""
+        return float(self.host_bytes * (1 - (1 - min(1.0, self.chosen / self.experts)) ** tokens))
+
+    def copied_bytes(self, tokens: int) -> float:
+        """Predicts the bytes of these that are in no slot. Slots hold what they can of a step that needs more."""
+        used, share = self.used_bytes(tokens), self.slots / self.experts
+        return max(used * (1 - hit_share(share)), used - self.host_bytes * share)
+
+    def copy_seconds(self, tokens: int) -> float:
+        """Predicts the time of these copies."""
+        return self.copied_bytes(tokens) / self.rate
 
     def tokens_per_second(self, num_requests: int) -> float:
         """Predicts the tokens a second of so many requests together; more than eight gain nothing that is counted."""
@@ -70,12 +112,21 @@ class ExpertSlotPlan:
         """Describes it for /server_info."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, described: dict[str, Any]) -> ExpertSlotPlan:
+        """Returns the plan that `describe` described."""
+        cpus = described["advised_cpus"]
+        return cls(**described | {"advised_cpus": None if cpus is None else AdvisedCpus(**cpus)})
+
     def __str__(self) -> str:
         ranks = f" for each of {self.processes} ranks" if self.processes > 1 else ""
+        cpus = f" with {self.cpu_threads} threads of CPUs" if self.cpu_threads else ""
+        advice = "" if self.advised_cpus is None else f"; {self.advised_cpus}"
         return (
             f"experts of {self.layers} layers in main memory: {self.host_bytes / GIB:.2f} GiB{ranks}, {self.slots} of"
-            f" {self.experts} in GPU memory at a time; predicted {1 / self.decode_one:.0f} tokens/s for one request,"
-            f" {8 / self.decode_eight:.0f} for eight, {self.prompt:.1f} s for a prompt of {self.chunk:,} tokens"
+            f" {self.experts} in GPU memory at a time; predicted{cpus} {1 / self.decode_one:.0f} tokens/s for one"
+            f" request, {8 / self.decode_eight:.0f} for eight, {self.prompt:.1f} s for a prompt of {self.chunk:,}"
+            f" tokens{advice}"
         )
 
 

@@ -1,7 +1,7 @@
 """Plans experts in main memory, for models whose weights a GPU has no room for. All sizes are bytes. No torch.
 
 Each rank has the experts of all its layers in page-locked main memory, and in GPU memory slots for the experts that
-are in use, of every layer as many, and one or two buffers for all experts of a layer (`layers/moe/expert_slots`).
+are in use, of every layer as many, and two buffers for the others, which layers share (`layers/moe/expert_slots`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.capacity import Trial
+from sglang.srt.plan.cpu_experts import LAYER_S as CPU_LAYER_S
+from sglang.srt.plan.cpu_experts import CpuRate, advised, threads_of_rank, with_threads
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import (
+    BUFFERS,
     FETCHED,
     LAYER_S,
     READ_RATE,
     STEP_S,
+    AdvisedCpus,
     ExpertSlotPlan,
     MainMemory,
     SlotCounts,
     bus_rate,
-    hit_share,
 )
 from sglang.srt.plan.host_cache import SYSTEM_RESERVE
 from sglang.srt.plan.host_tables import host_table_bytes
@@ -31,6 +34,7 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import expert_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -44,7 +48,10 @@ RESERVED_REQUESTS = 8
 ROOM_OF_CACHES = 4
 """Largest part of the memory besides everything but slots and caches that this reserve takes: a quarter."""
 ROOM_OF_BUFFERS = 4
-"""Two buffers may take a quarter of the memory besides other weights; otherwise there is one."""
+"""Largest part of the memory besides other weights that buffers take: a quarter. What they do not hold comes in waves,
+which cost launches and no bytes."""
+FEWEST_BUFFERED = 16
+"""A buffer holds at least a sixteenth of a layer's experts."""
 
 
 class Planner(Protocol):
@@ -75,7 +82,7 @@ def with_slots(model: ModelDescription, counts: SlotCounts | None) -> ModelDescr
     """Returns the model with the experts of all layers in main memory; None: as it is."""
     if counts is None:
         return model
-    layers = (replace(layer, ffn=layer.ffn.with_slots(counts.slots, counts.buffers)) for layer in model.layers)
+    layers = (replace(layer, ffn=layer.ffn.with_slots(counts.slots, counts.buffered)) for layer in model.layers)
     return replace(model, layers=interned(layers))
 
 
@@ -115,7 +122,7 @@ def plan_in_main_memory(planner: Planner) -> Trial:
             " use fewer, or remove the flag and --enable-paged-experts"
         )
     _check_main_memory(planner.with_slots(SlotCounts(fewest, 1)))
-    counts, trial, wanted = _smallest(planner, fewest)
+    counts, trial, wanted = _smallest(planner, fewest, most)
     slots = _largest(planner, counts, trial, wanted, most - 1) if asked is None else asked
     chosen = planner.with_slots(replace(counts, slots=slots))
     try:
@@ -129,14 +136,15 @@ def plan_in_main_memory(planner: Planner) -> Trial:
     return trial
 
 
-def _smallest(planner: Planner, fewest: int) -> tuple[SlotCounts, Trial, int]:
-    """Returns the counts with the fewest slots, the plan with them, and the tokens that the caches should hold. Raises
-    DoesNotFit."""
-    two = planner.with_slots(SlotCounts(fewest, 2))
-    one = planner.with_slots(SlotCounts(fewest, 1))
-    buffer = two.weights() - one.weights()
-    room = planner.available - one.weights() + buffer
-    counts = SlotCounts(fewest, 2 if 2 * buffer * ROOM_OF_BUFFERS <= room else 1)
+def _smallest(planner: Planner, fewest: int, num_experts: int) -> tuple[SlotCounts, Trial, int]:
+    """Returns the counts with the fewest slots for a layer of `num_experts`, the plan with them, and the tokens that
+    the caches should hold. Raises DoesNotFit."""
+    one, two = (planner.with_slots(SlotCounts(fewest, number)).weights() for number in (1, 2))
+    of_expert = max(1, two - one)  # in each of the buffers
+    others = num_experts - fewest
+    room = planner.available - one + of_expert
+    buffered = max(room // ROOM_OF_BUFFERS // of_expert, -(-others // FEWEST_BUFFERED))
+    counts = SlotCounts(fewest, min(others, buffered))
     trial = planner.with_slots(counts).trial()
     capacity = trial.capacity
     tokens, memory = capacity.max_total_num_tokens, capacity.memory
@@ -183,7 +191,7 @@ def _check_main_memory(planner: Planner) -> None:
     if free is None:
         return
     model, parallel = planner.describe()
-    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel)
+    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel.ranks)
     usable = max(free - SYSTEM_RESERVE, free // 2)
     if needed > usable:
         raise DoesNotFit(
@@ -191,9 +199,9 @@ def _check_main_memory(planner: Planner) -> None:
         )
 
 
-def processes_of(args: ServerArgs, parallel: ParallelConfig) -> int:
+def processes_of(args: ServerArgs, ranks: RankLayout) -> int:
     """Returns the number of ranks on one machine."""
-    return -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
+    return -(-ranks.world_size * args.dp_size // args.nnodes)
 
 
 def _host_bytes(planner: Planner) -> int:
@@ -221,20 +229,34 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     features = planner.arch.features if planner.arch.device == "cuda" else None
     layers = expert_bytes(of_rank, parallel.dtype, features)
     total, experts = sum(layers), _experts_of_rank(model, parallel)
-    processes = processes_of(planner.args, parallel)
+    processes = processes_of(planner.args, parallel.ranks)
     rate = FETCHED * bus_rate(planner.arch, planner.main_memory, processes)
-    share = counts.slots / experts
-    dense = memory.weights - total * share - counts.buffers * max(layers)
+    share, buffered = counts.slots / experts, min(counts.buffered, experts - counts.slots)
+    dense = memory.weights - total * share - BUFFERS * buffered * max(layers) / experts
     chosen = _fewest(model) / parallel.ranks.ep_size
 
-    def decode(num_requests: int) -> float:
-        used = total * (1 - (1 - chosen / experts) ** num_requests)
-        hits = hit_share(share)
-        read = (dense + used * hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
-        return len(layers) * LAYER_S + STEP_S + read + used * (1 - hits) / rate
-
-    chunk = trial.capacity.sizes.tokens_per_step
-    return ExpertSlotPlan(
-        len(layers), experts, counts.slots, counts.buffers, total, processes,
-        decode(1), decode(8), total * (1 - share) / rate, chunk,
+    sizes = ExpertSlotPlan(
+        len(layers), experts, counts.slots, buffered, total, processes, 0.0, 0.0, 0.0,
+        trial.capacity.sizes.tokens_per_step, chosen, rate,
     )  # fmt: skip
+
+    def decode(tokens: int, cpus: CpuRate | None) -> float:
+        missing = sizes.copied_bytes(tokens)
+        hits = sizes.used_bytes(tokens) - missing
+        read = (dense + hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
+        layer_s, missing_rate = (LAYER_S, rate) if cpus is None else (LAYER_S + CPU_LAYER_S, cpus.together)
+        return len(layers) * layer_s + STEP_S + read + missing / missing_rate
+
+    threads = threads_of_rank(planner.args.kt_cpuinfer, processes)
+    asked = with_threads(rate, threads, planner.main_memory, processes) if threads else None
+    better = advised(rate, planner.main_memory, processes) if planner.args.kt_cpuinfer is None else None
+    return replace(
+        sizes,
+        decode_one=decode(1, asked),
+        decode_eight=decode(8, asked),
+        prompt=total * (1 - share) / rate,
+        cpu_threads=threads,
+        advised_cpus=None
+        if better is None
+        else AdvisedCpus(better.threads * processes, decode(1, better), decode(8, better)),
+    )

@@ -1,9 +1,11 @@
-"""N-gram tables in pinned host memory, from which a GPU reads the rows of a step. No torch."""
+"""Embeddings and n-gram tables in pinned host memory, from which a GPU reads the rows of a step. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from sglang.srt.errors import UserError
+from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
@@ -23,19 +25,48 @@ def with_tables(model: ModelDescription, on_host: bool) -> ModelDescription:
     return replace(model, layers=tuple(layers))
 
 
+def with_embeddings(model: ModelDescription) -> ModelDescription:
+    """Returns the model with its embeddings in host memory: of the vocabulary, unless the output head multiplies by
+    them, and per layer. Raises UserError if there is nothing to put there."""
+    if model.transformers_class is not None:
+        raise UserError("--embed-in-main-memory: the embedding of a class of transformers stays in GPU memory")
+    if model.tie_embeddings and model.per_layer_inputs is None:
+        raise UserError(
+            f"--embed-in-main-memory: the output head of {model.title} multiplies by the embedding, which therefore"
+            " stays in GPU memory. Remove the flag."
+        )
+    layers = interned(
+        replace(layer, inputs=replace(table, on_host=True)) if (table := layer.inputs.per_layer) else layer
+        for layer in model.layers
+    )
+    embedding = replace(model.embedding, on_host=not model.tie_embeddings)
+    return replace(model, embedding=embedding, layers=layers)
+
+
 def host_table_bytes(model: ModelDescription, parallel: ParallelConfig) -> int:
-    """Returns the bytes of n-gram tables in host memory, for each rank of the stage that has them."""
+    """Returns the bytes of tables in host memory, for each rank of the stage that has them."""
     tables = (table for layer in model.layers if (table := layer.ngrams.table))
-    return sum(
+    ngrams = sum(
         table.table_elements(parallel.attn_tp_size) * KV_DTYPE_BYTES[table.table_dtype or parallel.dtype]
         for table in tables
         if table.on_host
     )
+    ranks, per_layer = parallel.ranks.vocab_tp_size, model.per_layer_inputs
+    elements = 0
+    if model.embedding.on_host:
+        elements += -(-model.vocab_size // ranks) * model.hidden_size
+    if per_layer is not None and per_layer.on_host:
+        elements += per_layer.table_elements(ranks)
+    total: int = ngrams + elements * KV_DTYPE_BYTES[parallel.dtype]
+    return total
 
 
-def host_table_note(size: int) -> str:
+def host_table_note(model: ModelDescription, size: int) -> str:
     """Returns the note for the user about tables of `size` bytes."""
+    where = f"in pinned host memory, {size / 1024**3:.2f} GiB for each GPU that has them"
+    if not any(table.on_host for layer in model.layers if (table := layer.ngrams.table)):
+        return f"embeddings lie {where}"
     return (
-        f"the tables of n-grams lie in pinned host memory, {size / 1024**3:.2f} GiB for each GPU that has them; in GPU"
-        " memory their rows would be read faster: more GPUs (--tp-size), or --no-ple-offload-embedding where they fit"
+        f"the tables of n-grams lie {where}; in GPU memory their rows would be read faster: more GPUs (--tp-size), or"
+        " --no-ple-offload-embedding where they fit"
     )

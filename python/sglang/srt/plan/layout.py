@@ -190,8 +190,8 @@ def _class_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]
     """Yields problems of layouts in which a class of transformers would have to be taken apart."""
     if model.transformers_class is None:
         return
-    if ranks.pp_size > 1:
-        yield f"--pp-size {ranks.pp_size} cuts between layers, and a class of transformers runs as a whole"
+    if ranks.pp_size > 1 and model.transformers_class.facts.stages is None:
+        yield f"--pp-size {ranks.pp_size}: {model.architecture} has no plan in transformers that cuts it into stages"
     if ranks.attn_dp_size > 1:
         yield f"--attn-dp-size {ranks.attn_dp_size} exchanges tokens between the blocks that transformers hides"
 

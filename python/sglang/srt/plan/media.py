@@ -80,9 +80,10 @@ def check_placeholders(media: MediaDescription, vocab_size: int, source: str) ->
             )
 
 
-def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
-    """Describes a model's images and videos; None: it takes none, or its encoder is not implemented."""
-    record = tower_record(config)
+def describe_media(config: Mapping[str, Any], by_class: bool = False) -> MediaDescription | None:
+    """Describes a model's images and videos; None: it takes none, or its encoder is not implemented. by_class: a class
+    of transformers computes the model."""
+    record = tower_record(config, by_class)
     if record is None:
         return None
     outer = ConfigReader(config, "config.json")

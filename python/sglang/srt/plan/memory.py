@@ -113,7 +113,7 @@ def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: Ran
     attend once more (`attention.metadata.WithImages`)."""
     if model.media is None:
         return 0
-    encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
+    encoding = model.media.tower.step_values(PATCHES_A_STEP) if model.encodes_media else 0
     pixels = patch_buffer_bytes(model, dtype)
     windows = [
         site.shape for site in attention_sites(model, ranks.attn_tp_size) if site.window and model.media.both_ways
@@ -172,6 +172,15 @@ def selection_bytes(model: ModelDescription, num_tokens: int, context_len: int) 
     return num_tokens * (SLOT_BYTES * sum(entries) + max(entries, default=0))
 
 
+def output_bytes(model: ModelDescription, sizes: Sizes) -> int:
+    """Returns the bytes of the logits of a step; for a model that generates no text those of what it makes of the
+    hidden states of the texts: the states and the results of all tokens in fp32, and which tokens each text has."""
+    if model.pooling is None:
+        return logits_bytes(model, sizes.decode_rows, sizes.ranks)
+    of_token = model.hidden_size + model.pooling.width(model.hidden_size) + sizes.max_running_requests
+    return sizes.tokens_per_step * of_token * 4
+
+
 def logits_bytes(model: ModelDescription, rows: int, ranks: RankLayout) -> int:
     """Returns the bytes of the logits of a step with `rows` rows of logits: one for each token of a decoding request.
     With DP attention a rank computes its vocabulary columns for the rows of all groups and exchanges them for whole
@@ -189,7 +198,10 @@ def table_bytes(sizes: Sizes) -> int:
 
 def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
     """Returns the bytes of one count for each vocabulary token, for each request and the padding slot. While the table
-    grows, the previous one exists too, with at most half as many rows (`PenaltyState`)."""
+    grows, the previous one exists too, with at most half as many rows (`PenaltyState`). Models that generate no text
+    have no penalties."""
+    if model.pooling is not None:
+        return 0
     rows = sizes.max_running_requests + 1
     return (rows + rows // 2) * model.vocab_size * 4
 
@@ -330,7 +342,7 @@ def fixed_memory(
         + intermediate_bytes(model, dtype, sizes)
         + selection_bytes(model, sizes.tokens_per_step, sizes.context_len)
         + verified_bytes(everything, dtype, sizes),
-        logits=logits_bytes(model, sizes.decode_rows, ranks),
+        logits=output_bytes(model, sizes),
         graphs=graph_bytes(model, dtype, sizes),
         reserve=_LIBRARY_RESERVE
         + available // 100
@@ -445,7 +457,7 @@ def plan_cpu_memory(
         split.token_bytes,
         tables,
         activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks) + verified_bytes(model, dtype, sizes),
-        logits_bytes(model, sizes.decode_rows, sizes.ranks),
+        output_bytes(model, sizes),
         graphs=0,
         reserve=0,
         rotary=rotary,

@@ -20,6 +20,7 @@ from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan.adapters import check_adapters, plan_adapters
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
+from sglang.srt.plan.cpu_experts import check_experts, threads_of_rank, with_cpus
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
     asked_draft,
@@ -29,8 +30,8 @@ from sglang.srt.plan.draft_plan import (
 )
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import UNKNOWN, MainMemory, SlotCounts
-from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, why_not, with_slots
-from sglang.srt.plan.host_tables import has_tables, with_tables
+from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, processes_of, why_not, with_slots
+from sglang.srt.plan.host_tables import has_tables, with_embeddings, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
@@ -88,7 +89,7 @@ class ModelPlanner:
         """Returns the planner with as many slots as a plan has, so that trials of other flags need not look for them
         again."""
         slots = trial.expert_slots
-        return self if slots is None else self.with_slots(SlotCounts(slots.slots, slots.buffers))
+        return self if slots is None else self.with_slots(SlotCounts(slots.slots, slots.buffered))
 
     def quantizing(self, scheme: str) -> ModelPlanner | None:
         """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
@@ -111,7 +112,13 @@ class ModelPlanner:
             self.described[apart] = _described(args, self.model, apart)
         model = _with_shared_tower(args, self.described[apart])
         model = with_tables(model, args.ple_offload_embedding and self.arch.device != "cpu")
+        if args.embed_in_main_memory and self.arch.device != "cpu":
+            model = with_embeddings(model)
         model = with_slots(model, self.slots)
+        if args.kt_cpuinfer:
+            check_experts(model, self.model.dtype)
+            if self.slots is not None:
+                model = with_cpus(model, threads_of_rank(args.kt_cpuinfer, processes_of(args, ranks)))
         if self.served:
             model.require_served()
         check_layout(model, ranks)
@@ -208,7 +215,12 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
         args, model.hf_config, model.quantization, apart, model.model_path, model.text_keys, model.written_config
     )
     if description.transformers_class is not None:
-        return description
+        if args.mm_enable_dp_encoder and description.media is not None:
+            raise UserError(
+                f"--mm-enable-dp-encoder shares out frames, and {description.title} encodes whole images; start without"
+                " it."
+            )
+        return replace(description, media=None) if args.language_model_only else description
     media = None if args.language_model_only else describe_media(model.media_config)
     if media is not None:
         check_placeholders(media, description.vocab_size, source)

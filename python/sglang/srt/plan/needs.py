@@ -20,9 +20,11 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
     experts = _experts(of_rank)
     feed_forward = _of_layers(model, lambda layer: (block.needs(parallel) for block in layer.token_blocks))
     sharded = parallel.ranks.tp_size > 1
+    per_layer = model.per_layer_inputs
+    on_host = model.embedding.on_host or (per_layer is not None and per_layer.on_host)
     return (
         Need("decode_inputs", q_dtype=dtype),
-        *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
+        *([Need("embedding_rows", q_dtype=dtype)] if sharded or on_host else []),
         Need("rmsnorm", q_dtype=dtype),
         *_merged(_of_layers(model, lambda layer: [layer.residual.needs(parallel)])),
         *_linears(of_rank, parallel.dtype),

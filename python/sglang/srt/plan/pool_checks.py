@@ -56,6 +56,11 @@ def flag_notes(
         notes.append(
             f"--kv-cache-dtype {args.kv_cache_dtype} has no effect: compressed entries and their window stay in 16 bits"
         )
+    if args.kt_cpuinfer and not in_main_memory:
+        notes.append(
+            f"--kt-cpuinfer {args.kt_cpuinfer} has no effect: no experts lie in main memory, where"
+            " --enable-paged-experts puts them"
+        )
     if args.cpu_offload_gb and not in_main_memory:
         memory = capacity.memory
         notes.append(

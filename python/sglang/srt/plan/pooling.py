@@ -17,6 +17,10 @@ class Pooling:
     dense: tuple[DenseModule, ...] = ()
     num_labels: int = 0
 
+    def width(self, hidden_size: int) -> int:
+        """Returns the values that a text gets."""
+        return self.num_labels or (self.dense[-1].rows if self.dense else hidden_size)
+
     def describe(self) -> str:
         """Describes it for people."""
         parts = [self.method, *(f"dense {layer.rows}" for layer in self.dense)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from sglang.srt.configs.text_positions import first_position
 from sglang.srt.errors import UserError
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES
+from sglang.srt.plan.media import MediaDescription, check_placeholders, describe_media
 from sglang.srt.plan.model_description import (
     ModelDescription,
     architecture_of,
@@ -26,7 +28,7 @@ from sglang.srt.plan.model_description import (
 )
 from sglang.srt.plan.pooling import Pooling
 from sglang.srt.plan.transformers_backend.asking import facts_of, request_of
-from sglang.srt.plan.transformers_backend.class_tables import causal_classes, has_base_class
+from sglang.srt.plan.transformers_backend.class_tables import causal_classes, has_base_class, image_text_classes
 from sglang.srt.plan.transformers_backend.description import layers_of_class, names_of_class
 from sglang.srt.plan.transformers_backend.facts import (
     CLASSIFY,
@@ -37,6 +39,8 @@ from sglang.srt.plan.transformers_backend.facts import (
     TransformersClass,
 )
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.towers.registry import reads_images
+from sglang.srt.towers.transformers_class.spec import MODEL_TYPES, ClassTower
 
 AUTO, OURS, TRANSFORMERS = "auto", "sglang", "transformers"
 """Values of --model-impl."""
@@ -70,10 +74,13 @@ def describe_served(
         described = describe_class(request, quantization, modules)
         if isinstance(described, ModelDescription):
             return described
-        problems = described
+        problems = (*described[:-1], f"{described[-1]} {ADVICE}")
     if args.model_impl == TRANSFORMERS or task != GENERATE:
         raise UserError("\n".join(problems))
-    model = describe_model(config, quantization, keep_shared_apart, source, text_keys)
+    try:
+        model = describe_model(config, quantization, keep_shared_apart, source, text_keys)
+    except UserError:  # it has not even the usual keys
+        raise UserError("\n".join(problems)) from None
     others = (problem for problem in model.unsupported if problem != not_supported(architecture))
     return replace(model, unsupported=(*problems, *others))
 
@@ -102,13 +109,31 @@ def _takes_last(modules: SentenceModules) -> bool:
     return modules.method in ("", LAST) and not modules.dense
 
 
+OLDEST = 5
+"""The oldest major version of transformers whose classes are served."""
+ADVICE = "docs/transformers_models.md has the classes that are served, and why others are not."
+
+
 def _missing_class(config: Mapping[str, Any], architecture: str, task: str) -> tuple[str, ...]:
     """Returns why no class needs to be tried; empty if there may be one."""
+    installed = importlib.metadata.version("transformers")
+    if int(installed.partition(".")[0]) < OLDEST:
+        return (
+            f"the architecture {architecture} is not supported: there is no family of it here, and transformers"
+            f" {installed} is installed, whose classes are not served. pip install -U 'transformers>={OLDEST}'",
+        )
     brought, kind = _own_classes(config), str(config.get("model_type") or "")
     if task == CLASSIFY or (task == EMBED and (has_base_class(kind) or BASE_KEY in brought)):
         return ()
     if task == GENERATE and (architecture in causal_classes() or CAUSAL_KEY in brought):
         return ()
+    if architecture in image_text_classes():
+        if reads_images(config):
+            return ()
+        return (
+            f"the architecture {architecture} is not supported: there is no family of it here, and what its class in"
+            f" transformers does with images is not served. That of these model types is: {', '.join(MODEL_TYPES)}.",
+        )
     unsupported = (
         f"the architecture {architecture} is not supported: there is no family of it here, and in transformers"
     )
@@ -132,11 +157,10 @@ def class_description(
     """Returns the description that follows from a class's facts. modules: what becomes of hidden states where they are
     embeddings. Raises UserError for a config that contradicts the facts."""
     facts, values = code.facts, code.request.values
-    keys = ConfigReader(values, "config.json")
+    keys = ConfigReader(select_text_config(values), "config.json")
     if facts.vocab_size != keys.positive("vocab_size"):
-        raise UserError(
-            f"{keys.source}: vocab_size is {values['vocab_size']}, but the class has {facts.vocab_size} embeddings."
-        )
+        stated = keys.values["vocab_size"]
+        raise UserError(f"{keys.source}: vocab_size is {stated}, but the class has {facts.vocab_size} embeddings.")
     pooling = None if facts.text is None else _pooling(facts, modules, values)
     layers = layers_of_class(facts, () if pooling is None else pooling.dense)
     model = ModelDescription(
@@ -154,11 +178,23 @@ def class_description(
         vision_head_dim=0,
         names=without_drafts(names_of_class(facts), keys, len(layers)),
         quantization=quantization,
+        media=_media(facts, values, keys.source),
         transformers_class=code,
         pooling=pooling,
     )
     scaled = with_scale_groups(model)
     return replace(scaled, layers=interned(scaled.layers))
+
+
+def _media(facts: ClassFacts, config: Mapping[str, Any], source: str) -> MediaDescription | None:
+    """Returns how a class takes images; None: it takes none."""
+    media = describe_media(config, by_class=True) if facts.images else None
+    if media is None:
+        return None
+    assert isinstance(media.tower, ClassTower)
+    check_placeholders(media, facts.vocab_size, source)
+    tensors = tuple((tensor.name, tensor.shape) for tensor in facts.images)
+    return replace(media, tower=replace(media.tower, tensors=tensors, out_size=facts.hidden_size))
 
 
 def _pooling(facts: ClassFacts, modules: SentenceModules, config: Mapping[str, Any]) -> Pooling:

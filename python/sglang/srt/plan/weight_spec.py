@@ -12,8 +12,8 @@ class Matrix:
     name: the module in the layer, as the family's WeightMap names it ("attn.qkv")
     parts: its parts, stacked by rows ("q", "k", "v"); their names in the checkpoint decide the quantization scheme
     experts: number of such matrices in one tensor; 0: no experts
-    slots: > 0: the experts lie in main memory, and GPU memory has room for so many of them
-        and for `buffers` of all
+    slots: > 0: the experts lie in main memory, and GPU memory has room for so many of them; each of the buffers that
+        layers share has room for `buffered` of the others
     quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
     """
 
@@ -26,11 +26,11 @@ class Matrix:
     quantized: bool = True
     dtype: str | None = None
     slots: int = 0
-    buffers: int = 0
+    buffered: int = 0
 
-    def in_slots(self, slots: int, buffers: int) -> Matrix:
+    def in_slots(self, slots: int, buffered: int) -> Matrix:
         """Returns the experts as they are if they lie in main memory."""
-        return replace(self, slots=slots, buffers=buffers)
+        return replace(self, slots=slots, buffered=min(buffered, self.experts - slots))
 
     @property
     def num_matrices(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, wants_planes
+from sglang.srt.plan.expert_slot_plan import BUFFERS
 from sglang.srt.plan.layer_spec import ABSENT
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
@@ -28,7 +29,8 @@ def rank_weight_bytes(
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
     normed = model.embedding.norm is not None and model.embedding.norm.weighted
-    total = (of_rank.head.rows + normed) * hidden * item if model.has_embedding else 0
+    rows = 0 if model.embedding.on_host else of_rank.head.rows
+    total = (rows + normed) * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # one before each block, and the final one
     if not model.layers[-1].residual.norms_apart:
         norm = 0
@@ -70,9 +72,11 @@ def slot_bytes(of_rank: RankWeights, dtype: str, features: Collection[str] | Non
 
 
 def _buffer_bytes(of_rank: RankWeights, item: int, features: Collection[str] | None) -> int:
-    """Returns the bytes of the buffers for all experts of a layer, one set for each form that layers have."""
+    """Returns the bytes of the buffers that layers share, one set for each form that these have."""
     forms = {tuple(pair) for pair in _offloaded(of_rank)}
-    return sum(m.buffers * _all_experts(m, quant, item, features) for pair in forms for m, quant in pair)
+    return BUFFERS * sum(
+        _all_experts(replace(m, experts=m.buffered), quant, item, features) for pair in forms for m, quant in pair
+    )
 
 
 def _offloaded(of_rank: RankWeights) -> list[list[tuple[Matrix, ModuleQuant | None]]]:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def create_encoder(plan: Plan, tower: Tower) -> VisionEncoder[Any]:
-    """Creates the encoder that `tower` describes; its weights are not loaded yet."""
+    """Creates the encoder that `tower` describes; its weights are not loaded yet. That of a class of transformers has
+    the methods of a VisionEncoder but those to pause."""
     record = next(record for record in TOWERS if record.tower is type(tower))
     module, _, name = record.encoder.partition(":")
     encoder: type[VisionEncoder[Any]] = getattr(importlib.import_module(module), name)

@@ -24,6 +24,7 @@ from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower, describe_muse_
 from sglang.srt.towers.qwen2_5_vl.spec import Qwen2_5VLTower, describe_qwen2_5_vl
 from sglang.srt.towers.qwen3_vl.spec import Qwen3VLTower, describe_qwen3_vl
 from sglang.srt.towers.step3p7.spec import Step3Tower, describe_step3
+from sglang.srt.towers.transformers_class.spec import MODEL_TYPES, ClassTower, describe_class_tower
 
 _TOWERS = "sglang.srt.towers"
 
@@ -62,6 +63,7 @@ class TowerRecord:
     tower: type of the description
     encoder: "module:class" that computes the description
     sections: a placeholder's position has a time, a row and a column (M-RoPE)
+    by_class: a class of transformers computes it, beside a model that a class computes
     """
 
     processor: str
@@ -70,6 +72,7 @@ class TowerRecord:
     tower: type[Tower]
     encoder: str
     sections: bool = False
+    by_class: bool = False
     prompt: PromptForm = PromptForm()
 
     @property
@@ -194,10 +197,25 @@ TOWERS = (
         encoder=f"{_TOWERS}.deepseek_v41.encoder:DeepseekVitEncoder",
         prompt=PromptForm(default_ids=(129264, 0), reads_videos=False),
     ),
+    TowerRecord(
+        processor=f"{_TOWERS}.transformers_class.processor",
+        model_types=MODEL_TYPES,
+        describe=describe_class_tower,
+        tower=ClassTower,
+        encoder="sglang.srt.models.transformers_backend.images:ClassEncoder",
+        by_class=True,
+        prompt=PromptForm(reads_videos=False),
+    ),
 )
 """Models with an image encoder that is implemented; others are served for text alone."""
 
-BY_MODEL_TYPE: Mapping[str, TowerRecord] = {name: record for record in TOWERS for name in record.model_types}
+BY_MODEL_TYPE: Mapping[str, TowerRecord] = {
+    name: record for record in TOWERS if not record.by_class for name in record.model_types
+}
+"""Records of models that a family computes."""
+_OF_CLASSES: Mapping[str, TowerRecord] = {
+    name: record for record in TOWERS if record.by_class for name in record.model_types
+}
 _BY_FILES = (f"{_TOWERS}.glm46v.processor",)
 """Processors that the files of a checkpoint choose instead of the record's."""
 PROCESSORS: Mapping[str, str] = {
@@ -206,7 +224,13 @@ PROCESSORS: Mapping[str, str] = {
 """Modules of processors, by their folders."""
 
 
-def tower_record(config: Mapping[str, Any]) -> TowerRecord | None:
-    """Returns the record for a config.json; None if the model has no encoder, or one that is not implemented."""
-    record = BY_MODEL_TYPE.get(str(config.get("model_type")))
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Returns whether the class of transformers that a config.json names also encodes images here."""
+    return tower_record(config, by_class=True) is not None
+
+
+def tower_record(config: Mapping[str, Any], by_class: bool = False) -> TowerRecord | None:
+    """Returns the record for a config.json; None if the model has no encoder, or one that is not implemented. by_class:
+    a class of transformers computes the model."""
+    record = (_OF_CLASSES if by_class else BY_MODEL_TYPE).get(str(config.get("model_type")))
     return record if isinstance(config.get("vision_config"), Mapping) else None

@@ -45,6 +45,7 @@ from .inputs import CONTEXT, LAUNCHED, REQUESTS, SLOTS, empty, few_as_rounded, t
 from .mla import launch_part_exchange
 from .moe import (
     expert_matrices,
+    launch_cpu_experts,
     launch_expert_slots,
     launch_expert_tiles,
     launch_experts,
@@ -197,6 +198,7 @@ def _routers() -> None:
 
 def _pages() -> None:
     strips, at = empty(6, 4, dtype=torch.int64), empty(3, dtype=torch.int64)
+    launch_cpu_experts()
     launch_expert_slots()
     for word, width, to_rows in itertools.product((torch.int64, torch.int32), page_kernel.WIDTHS, (True, False)):
         page_kernel.copy_rows(strips, width, at, at, empty(8, 1000, dtype=word), to_rows)

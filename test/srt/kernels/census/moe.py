@@ -22,14 +22,15 @@ from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe import mixed_moe
+from sglang.srt.layers.moe.cpu_experts.ops import Request
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
-from sglang.srt.layers.moe.slot_ops import ExpertCopies, Moves, SlotTables
-from sglang.srt.layers.triton_ops import expert_slots
+from sglang.srt.layers.moe.slot_ops import ExpertCopies, Moves, SlotTables, Wave
+from sglang.srt.layers.triton_ops import cpu_experts, expert_rows, expert_slots
 
 from ...layers.moe.moe_harness import tile_configs_of
 from .inputs import BF16, LAUNCHED, MANY, each_once, empty, few_as_rounded, of_scheme
@@ -143,12 +144,26 @@ def launch_expert_slots() -> None:
     """Of steps of any size and layers of any number of experts: they are no constants."""
     narrow, wide = torch.int32, torch.int64
     tables = SlotTables(*(empty(9, dtype=dtype) for dtype in (narrow, narrow, wide, wide, wide, narrow)))
-    moves, ids = Moves(empty(9, 2, dtype=torch.int32), empty(1, dtype=torch.int32)), empty(3, 2, dtype=torch.int32)
+    moves = Moves(*(empty(*shape, dtype=narrow) for shape in ((9,), (9, 2), (1,))))
+    ids, blocks, count = (empty(*shape, dtype=narrow) for shape in ((3, 2), (5,), (1,)))
     with named("expert_slots", "all"):
         expert_slots.choose_slots(ids, tables, moves)
-        expert_slots.stage_experts(ids, tables, moves, False)
-        expert_slots.copy_experts(ExpertCopies((), (), (), empty(8, 5, dtype=torch.int64)), moves)
-        expert_slots.look_up(ids, tables.slot_of_expert)
+        expert_slots.stage_experts(ids, tables, moves, Wave(0, 2, False))
+        expert_slots.copy_experts(ExpertCopies((), (), empty(8, 4, dtype=torch.int64)), moves)
+        expert_slots.mask_pairs(ids, moves)
+        expert_rows.look_up(ids, moves.row_of_expert)
+        expert_rows.place_blocks(blocks, count, moves.row_of_expert)
+
+
+def launch_cpu_experts() -> None:
+    """Of steps of any size and layers of any sizes: they are no constants."""
+    ids, out = empty(3, 2, dtype=torch.int32), empty(3, 20, dtype=torch.bfloat16)
+    table, clock = empty(9, dtype=torch.int32), empty(1, dtype=torch.int64)
+    part, asked = empty(8), empty(1, dtype=torch.int32)
+    request = Request(part, part, part, part, part, asked, empty(5, dtype=torch.int64))
+    with named("cpu_experts", "all"):
+        cpu_experts.divide_misses(ids, empty(3, 2, dtype=torch.float32), out, table, clock, request)
+        cpu_experts.add_results(out, request)
 
 
 def launch_expert_tiles(

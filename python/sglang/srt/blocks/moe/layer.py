@@ -8,6 +8,7 @@ results are all-reduced: the same bytes as an exchange of tokens, in half as man
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from sglang.srt.blocks.moe.spec import MoE, Shared
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.ops import FUSED_MOE
 from sglang.srt.layers.parameter import Scope
@@ -64,6 +66,9 @@ class MoELayer:
         else:
             self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
+        self.on_cpus: LayerOnCpus | None = None
+        if spec.cpu_threads:
+            scope.finish.append(partial(self._share_with_cpus, scope, spec.cpu_threads))
         wide = f"fused_moe/{WIDE_EXPERTS}"
         self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
         self.products = scope.plan.entry(FUSED_MOE, self.op)
@@ -83,6 +88,11 @@ class MoELayer:
             self.sinks = AlternatingMLP(scope.sub("shared"), spec.shared.dense(spec.activation), reduce=False)
         elif spec.shared is not None and not fused:
             self.shared = SharedExpert(scope, spec.shared, spec.activation)
+
+    def _share_with_cpus(self, scope: Scope, threads: int) -> None:
+        if self.experts.slots is not None:
+            shared = scope.cpu_experts
+            self.on_cpus = LayerOnCpus(scope.plan, self.experts.slots, self.activation, threads, shared)
 
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
         """Returns the format of quantized input rows; None for 16 bits, as experts computed pair by pair need."""
@@ -115,11 +125,15 @@ class MoELayer:
 
     def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
-        w13, w2, ids = self.experts.of_step(ids)
         rows = x if self.latent is None else self.latent[0](values_of(x))
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
-        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features)
+        others = None if self.on_cpus is None else self.on_cpus.begin(values_of(rows), weights, ids)
+        ids = ids if others is None else others
+        w13, w2, waves = self.experts.of_step(ids)
+        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features, waves)
+        if self.on_cpus is not None and others is not None:
+            self.on_cpus.end(out)
         # The projection after the experts is linear, so it applies to each rank's partial sums.
         return out if self.latent is None else self.latent[1](out)
 

@@ -120,8 +120,9 @@ class MoE(FeedForwardDefaults):
     form: how checkpoints store experts: "" one by one; "by_matrix" one tensor for each matrix of all experts; else
         one of `layers.quantization.experts_fused.FUSED`, for 16-bit checkpoints
     vocab_size: rows of the router's hash table
-    slots: > 0: the experts lie in main memory, and so many of them in GPU memory at a time
-        (`plan/expert_slots`), beside `buffers` that layers share
+    slots: > 0: the experts lie in main memory, and so many of them in GPU memory at a time (`plan/expert_slots`),
+        beside buffers that layers share, each with room for up to `buffered`
+    cpu_threads: > 0: so many threads of CPUs compute some of the experts that are in no slot
     """
 
     num_experts: int
@@ -138,7 +139,8 @@ class MoE(FeedForwardDefaults):
     """The shared expert and the routed ones are branches, each between norms of its own. The router norms the stream
     too, and scales the weights of every expert by a number of its own (Gemma 4)."""
     slots: int = 0
-    buffers: int = 0
+    buffered: int = 0
+    cpu_threads: int = 0
 
     @property
     def top_k(self) -> int:
@@ -157,8 +159,11 @@ class MoE(FeedForwardDefaults):
             return self
         return replace(self, router=replace(self.router, image_token=token))
 
-    def with_slots(self, slots: int, buffers: int) -> Self:
-        return replace(self, slots=slots, buffers=buffers)
+    def with_slots(self, slots: int, buffered: int) -> Self:
+        return replace(self, slots=slots, buffered=buffered)
+
+    def with_cpu_threads(self, threads: int) -> Self:
+        return replace(self, cpu_threads=threads)
 
     def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> MoE:
         if self.shared is None:
@@ -172,6 +177,8 @@ class MoE(FeedForwardDefaults):
         yield Need("fused_moe", q_dtype=parallel.dtype, traits=frozenset(traits))
         if self.slots:
             yield Need("expert_slots", q_dtype=parallel.dtype)
+        if self.cpu_threads:
+            yield Need("cpu_experts", q_dtype=parallel.dtype)
         if self.shared is not None and not self.fused_shared:
             yield from self.shared.dense(self.activation).needs(parallel)
 
@@ -179,7 +186,7 @@ class MoE(FeedForwardDefaults):
         experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
-        scored, numbers = self.num_experts + router.sinks, (self.slots, self.buffers)
+        scored, numbers = self.num_experts + router.sinks, (self.slots, self.buffered)
         parts: list[Matrix | Elements] = [
             Matrix("moe.router", ("",), scored, hidden_size, router.bias, quantized=False, dtype=dtype),
             Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts).in_slots(*numbers),

@@ -33,7 +33,9 @@ class PerLayerInputs:
     def __init__(self, scope: Scope, model: ModelDescription, spec: PerLayerEmbedding) -> None:
         self.spec = spec
         width = spec.num_layers * spec.size
-        self.table = VocabParallelEmbedding(scope.sub("table"), spec.vocab_size, width, spec.size**0.5)
+        self.table = VocabParallelEmbedding(
+            scope.sub("table"), spec.vocab_size, width, spec.size**0.5, on_host=spec.on_host
+        )
         self.projection = scope.sub("projection").param("weight", (width, model.hidden_size))
         self.projection_scale = model.hidden_size**-0.5
         self.norm = RMSNorm(scope.sub("norm"), spec.size, model.norm_eps, model.zero_centred_norms)

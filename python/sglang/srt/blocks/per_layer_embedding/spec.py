@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class PerLayerEmbedding(FeedForwardDefaults):
     """An embedding of `size` numbers for each of `num_layers` layers: looked up in a table of `vocab_size` rows, plus a
-    projection of the token's embedding. At the end of a layer the stream gates them, and they are projected into it."""
+    projection of the token's embedding. At the end of a layer the stream gates them, and they are projected into it.
+    on_host: the table lies in pinned host memory."""
 
     size: int
     num_layers: int
     vocab_size: int
     activation: Activation
+    on_host: bool = False
 
     @property
     def per_layer(self) -> Self:
@@ -51,7 +53,12 @@ class PerLayerEmbedding(FeedForwardDefaults):
     def model_weights(self, hidden_size: int, tp_size: int) -> Weights:
         """Returns the weights that the model has once, on one rank."""
         width = self.num_layers * self.size
-        return Elements(-(-self.vocab_size // tp_size) * width), Elements(width * hidden_size), Elements(self.size)
+        table = 0 if self.on_host else self.table_elements(tp_size)
+        return Elements(table), Elements(width * hidden_size), Elements(self.size)
+
+    def table_elements(self, tp_size: int) -> int:
+        """Returns the numbers in the table on one rank."""
+        return -(-self.vocab_size // tp_size) * self.num_layers * self.size
 
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
         return 3 * self.size + hidden_size

@@ -177,8 +177,8 @@ class RoutedExperts:
             here &= (torch.arange(len(chosen), device=chosen.device) < batch.num_valid_tokens)[:, None]
         ids = torch.where(here, chosen - self.local.start, -1).to(torch.int32)
         experts, scales = self.experts, weights.to(torch.float32)
-        w13, w2, ids = experts.of_step(ids)
-        out = self.products(hidden, w13, w2, scales, ids, self.activation, self.configs, self.features)
+        w13, w2, waves = experts.of_step(ids)
+        out = self.products(hidden, w13, w2, scales, ids, self.activation, self.configs, self.features, waves)
         return self.group.all_reduce(out) if self.group.size > 1 else out
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang.srt.configs.adapters.config import CONFIG_NAME, AdapterConfig, read_adapter_config
-from sglang.srt.configs.checkpoint_header import Stored, header_bytes, tensors_of_header
+from sglang.srt.configs.checkpoint_header import Stored, file_tensors
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.errors import UserError
 
@@ -75,7 +75,7 @@ def read_adapter_files(folder: Path) -> AdapterFiles:
         raise UserError(f"{folder} has no {WEIGHTS_NAME}.")
     if path.stat().st_size > MAX_WEIGHT_BYTES:
         raise UserError(f"{path} has more than {MAX_WEIGHT_BYTES >> 30} GiB.")
-    tensors = tensors_of_header(path, header_bytes(path, MAX_HEADER_BYTES))
+    tensors = file_tensors(path, MAX_HEADER_BYTES)
     if len(tensors) > MAX_TENSORS:
         raise UserError(f"{path} has {len(tensors)} tensors; {MAX_TENSORS} are the limit.")
     return AdapterFiles(folder, config, _pairs(tensors, config, path))

@@ -149,11 +149,20 @@ def _head_dim(d: Description) -> Values:
 
 def _llama(d: Description) -> Values:
     if d.meta.count("expert_count", 0):
-        raise UserError(f"{d.model.path}: llama with experts (Mixtral) is not read.")
+        return _mixtral(d)
     values = _head_dim(d) | {"attention_bias": d.has("attn_q.bias"), "mlp_bias": d.has("ffn_up.bias")}
     if "rope_freqs.weight" in d.tensors:
         values["rope_scaling"] = llama3_scaling(d.model, values["head_dim"], d.meta.number("rope.freq_base", 10000.0))
     return values
+
+
+def _mixtral(d: Description) -> Values:
+    if "blk.0.ffn_up.0.weight" in d.tensors:
+        raise UserError(f"{d.model.path}: a tensor for each expert, as files of 2023 have it, is not read.")
+    values = _head_dim(d) | _experts(d)
+    values["num_local_experts"] = values.pop("num_experts")
+    values["intermediate_size"] = values.pop("moe_intermediate_size")
+    return values | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
 
 
 def _qwen(d: Description) -> Values:

@@ -69,6 +69,10 @@ LLAMA: Mapping[str, Target] = {
     **MLP,
     "attn_q": _layer("self_attn.q_proj", "pairs_to_halves"),
     "attn_k": _layer("self_attn.k_proj", "pairs_to_halves_kv"),
+    "ffn_gate_inp": _layer("block_sparse_moe.gate"),  # Mixtral's
+    "ffn_gate_exps": _layer("block_sparse_moe.experts.{expert}.w1"),
+    "ffn_up_exps": _layer("block_sparse_moe.experts.{expert}.w3"),
+    "ffn_down_exps": _layer("block_sparse_moe.experts.{expert}.w2"),
     "rope_freqs": Target(""),
     "attn_rot_embd": Target(""),
 }

@@ -6,17 +6,14 @@ So everything that reads a model directory, in any process, reads models in GGUF
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.cached_folder import cached_folder, make_folder
 from sglang.srt.configs.gguf.families import Description, config_of
 from sglang.srt.configs.gguf.files import GGUFModel, model_files, read_model
 from sglang.srt.configs.gguf.tensors import INDEX_NAME, METHOD, WHY_UNREAD, Index, index_bytes, kept_modules, make_index
@@ -28,8 +25,6 @@ from sglang.srt.configs.gguf.tokenizer import (
     tokenizer_json,
     vocabulary,
 )
-from sglang.srt.environ import envs
-from sglang.srt.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -43,40 +38,13 @@ def unpack(path: Path) -> Path:
     """Returns the model directory of the GGUF model of which `path` is a file. Raises UserError for one that is damaged
     or not read, or if the cache cannot be written."""
     files = model_files(path)
-    folder = envs.SGLANG_CACHE_DIR / "gguf" / f"{files[0].stem[:64]}-{_digest(files)}"
+    folder = cached_folder("gguf", files[0].stem, _FORMAT, files)
     if (folder / INDEX_NAME).is_file():
         return folder
     content = _content(read_model(files))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-        try:
-            _write(partial, files, content)
-            with suppress(OSError):  # another process was faster
-                partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise UserError(
-            f"The config and tokenizer of {path} cannot be written to {folder} ({error.strerror}). Name a directory"
-            " that can be written with SGLANG_CACHE_DIR."
-        ) from None
-    if not (folder / INDEX_NAME).is_file():
-        raise UserError(f"{folder} cannot be made: something else has this name.")
+    make_folder(folder, INDEX_NAME, path, lambda partial: _write(partial, files, content))
     logger.info("Read the config and tokenizer of %s into %s", path, folder)
     return folder
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """Identifies the files and the form of the directory."""
-    facts: list[Any] = [_FORMAT]
-    for file in files:
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror}.") from None
-        facts.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _content(model: GGUFModel) -> dict[str, bytes]:
@@ -132,4 +100,3 @@ def _write(folder: Path, files: Sequence[Path], content: Mapping[str, bytes]) ->
         os.symlink(file.resolve(), folder / file.name)
     for name, data in content.items():
         (folder / name).write_bytes(data)
-    folder.chmod(0o755)

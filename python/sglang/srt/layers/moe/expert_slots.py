@@ -1,27 +1,28 @@
 """The experts of a layer in main memory, and what a step gets of them in GPU memory (`slot_ops`).
 
-With few (token, expert) pairs a step computes with the layer's slots. With more it computes with a buffer of all
-experts, which layers share: those that the step needs are copied there. Of long prompts every expert is needed, so
-where there are two buffers the next layer's experts arrive while this layer computes.
+A step computes with the experts in the layer's slots, and with the others in a buffer that layers share. Of long
+prompts nearly every expert is needed: there the next experts arrive in one buffer while those in the other are
+computed with. Where a buffer does not hold all that may be missing, a step computes in waves.
 """
 
 from __future__ import annotations
 
 import mmap
 import resource
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
-from sglang.srt.layers.moe.expert_weights import ExpertWeights
-from sglang.srt.layers.moe.slot_ops import EXPERT_SLOTS_OP, MAX_EXPERTS, ExpertCopies, Moves, SlotTables
+from sglang.srt.layers.moe.expert_buffers import ExpertBuffers, ExpertPool, Pair, each_tensor, tensors_of
+from sglang.srt.layers.moe.slot_ops import EXPERT_SLOTS_OP, MAX_EXPERTS, ExpertCopies, Moves, SlotTables, Wave
 from sglang.srt.mem_cache.main_memory import map_memory, register
+from sglang.srt.plan.expert_slot_plan import BUFFERS
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
     from sglang.srt.plan.plan import Plan
 
 EVERY_EXPERT = 8
@@ -29,117 +30,125 @@ EVERY_EXPERT = 8
 PAGE = mmap.PAGESIZE
 GIB = 1024**3
 
-Pair = tuple[ExpertWeights, ExpertWeights]
-"""Weights of both products."""
-
 
 class ExpertSlots:
-    """The slots of one layer. `bank`: the experts in main memory, as kernels read them."""
+    """The slots of one layer. `bank`: the experts in main memory, as kernels read them; `num_buffered`: the most that
+    a buffer holds."""
 
     def __init__(
-        self, plan: Plan, bank: Pair, num_slots: int, num_buffers: int, shared: ExpertBuffers, device: torch.device
+        self, plan: Plan, bank: Pair, num_slots: int, num_buffered: int, shared: ExpertBuffers, device: torch.device
     ) -> None:
         num_experts = bank[0].num_experts
         if num_experts > MAX_EXPERTS:
             raise UserError(f"{num_experts} experts of a layer cannot lie in main memory: there may be {MAX_EXPERTS}")
         self.kernels = plan.entry(EXPERT_SLOTS_OP)
-        self.num_experts, self.num_slots, self.shared = num_experts, num_slots, shared
+        self.num_experts, self.num_slots = num_experts, num_slots
+        self.num_buffered = min(num_buffered, num_experts - num_slots)
         if device.type == "cuda":
-            bank = (_each_tensor(bank[0], _page_locked), _each_tensor(bank[1], _page_locked))
+            bank = (each_tensor(bank[0], _page_locked), each_tensor(bank[1], _page_locked))
         self.bank = bank
-        self.slots = _like(bank, num_slots, device)
         self.tables = SlotTables.filled(num_experts, num_slots, device)
-        for slots, experts in zip(_tensors(self.slots), _tensors(bank), strict=True):
-            slots.copy_(experts[num_experts - num_slots :])
-        form = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in _tensors(bank))
-        self.number = shared.join(self, device if num_buffers > 1 else None)
-        self.buffers: list[Pair] = shared.of_form(
-            form, lambda: [_like(bank, num_experts, device) for _ in range(num_buffers)]
-        )
-        self.moves, self.moves_ahead = (Moves.room_for(num_experts, device) for _ in range(2))
-        self.to_slots = self._copies(self.slots)
-        self.to_buffers = [self._copies(buffer) for buffer in self.buffers]
-        self.same_rows = torch.arange(num_experts, dtype=torch.int32, device=device)
+        self.shared, self.number = shared, len(shared.layers)
+        shared.join(self, device)
 
-    def _copies(self, target: Pair) -> ExpertCopies:
-        bank, slots, filled = ([*_tensors(pair)] for pair in (self.bank, self.slots, target))
-        return self.kernels.prepare(ExpertCopies(bank, slots, filled))
+    def place(self, pool: ExpertPool, weights: Pair, first_slot: int, first_spare: Sequence[int]) -> None:
+        """Takes GPU memory: `weights` of a pool have the layer's slots from row `first_slot` on, and each buffer from
+        one of `first_spare` on."""
+        self.pool = pool
+        filled, bank = [*tensors_of(weights)], [*tensors_of(self.bank)]
+        for tensor, experts in zip(filled, bank, strict=True):
+            tensor[first_slot : first_slot + self.num_slots].copy_(experts[self.num_experts - self.num_slots :])
+        device = filled[0].device
+        self.moves = [Moves.room_for(self.num_experts, device, first_slot, spare) for spare in first_spare]
+        self.weights: list[Pair] = [
+            (
+                replace(weights[0], row_of_expert=moves.row_of_expert),
+                replace(weights[1], row_of_expert=moves.row_of_expert),
+            )
+            for moves in self.moves
+        ]
+        self.copies = self.kernels.prepare(ExpertCopies(bank, filled))
 
-    def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, torch.Tensor]:
-        """Returns weights of both products that have the experts of ids [T, k] int32 (contiguous; -1: none), and the
-        rows where these have them, [T, k] int32."""
-        if ids.numel() <= self.num_slots:
-            self.kernels.choose(ids, self.tables, self.moves)
-            self.kernels.copy(self.to_slots, self.moves)
-            return *self.slots, self.kernels.look_up(ids, self.tables.slot_of_expert)
-        every = ids.numel() >= EVERY_EXPERT * self.num_experts
-        place = self.number % len(self.buffers)
-        self._fill(place, ids, every)
-        if every:
-            self._begin_next(ids)
-        return *self.buffers[place], self.kernels.look_up(ids, self.same_rows)
+    def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, Waves | None]:
+        """Returns weights of both products that have the experts of ids [T, k] int32 (contiguous; -1: none); of a step
+        in waves, these."""
+        if self.number == 0:
+            self.shared.forget_copies_ahead()
+        waves = StepWaves(self, ids)
+        if not waves.every and min(ids.numel(), self.num_experts) <= self.num_slots + self.num_buffered:
+            buffer = self.number % BUFFERS
+            self.pool.claim(buffer)
+            self.kernels.choose(ids, self.tables, self.moves[buffer])
+            self.kernels.copy(self.copies, self.moves[buffer])
+            return *self.weights[buffer], None
+        if waves.count == 1:
+            return *waves.fill(0), None
+        return *self.weights[0], waves
 
-    def _fill(self, place: int, ids: torch.Tensor, every: bool) -> None:
-        """Fills a buffer, unless that has been done ahead in this step."""
-        shared = self.shared
-        if self.number == 0:  # a step begins: graphs may have written to the buffers since the last one
-            shared.copied_ahead.clear()
-        if every and shared.copied_ahead.get(place) == self.number:
-            if shared.stream is not None:
-                shared.arrived[place].wait()
-            return
-        self.kernels.stage(ids, self.tables, self.moves, every)
-        self.kernels.copy(self.to_buffers[place], self.moves)
-        shared.copied_ahead.pop(place, None)
 
-    def _begin_next(self, ids: torch.Tensor) -> None:
-        """Begins to copy the next layer's experts to the other buffer, on a stream of its own."""
-        shared, number = self.shared, self.number + 1
+@dataclass(frozen=True, slots=True)
+class StepWaves:
+    """The waves of a step that leaves the slots alone: what is in no slot goes through the buffers, one after the
+    other."""
+
+    layer: ExpertSlots
+    ids: torch.Tensor
+
+    @property
+    def every(self) -> bool:
+        """Returns whether the step is taken to need every expert."""
+        return self.ids.numel() >= EVERY_EXPERT * self.layer.num_experts
+
+    @property
+    def count(self) -> int:
+        """Returns the number of waves."""
+        layer = self.layer
+        return -(-min(self.ids.numel(), layer.num_experts - layer.num_slots) // layer.num_buffered)
+
+    def __iter__(self) -> Iterator[tuple[ExpertWeights, ExpertWeights, torch.Tensor]]:
+        for wave in range(self.count):
+            w13, w2 = self.fill(wave)
+            yield w13, w2, self.layer.kernels.mask(self.ids, self.layer.moves[self._buffer(wave)])
+
+    def fill(self, wave: int) -> Pair:
+        """Returns the weights of a wave; has them copied unless that has been done ahead in this step."""
+        layer, pool, buffer = self.layer, self.layer.pool, self._buffer(wave)
+        ahead = self.every and pool.ahead[buffer] == (layer.number, wave)
+        if not ahead:
+            pool.claim(buffer)
+            self._copy(wave)
+        elif pool.arrived:
+            pool.arrived[buffer].wait()
+        if self.every:
+            self._begin_next(wave)
+        return layer.weights[buffer]
+
+    def _buffer(self, wave: int) -> int:
+        return (self.layer.number * self.count + wave) % BUFFERS
+
+    def _copy(self, wave: int) -> None:
+        layer, moves, buffered = self.layer, self.layer.moves[self._buffer(wave)], self.layer.num_buffered
+        layer.kernels.stage(self.ids, layer.tables, moves, Wave(wave * buffered, buffered, self.every))
+        layer.kernels.copy(layer.copies, moves)
+
+    def _begin_next(self, wave: int) -> None:
+        """Begins to copy the next wave or the next layer's first one, on a stream of its own."""
+        following, number, shared = self, wave + 1, self.layer.shared
+        if number == self.count:
+            if self.layer.number + 1 == len(shared.layers):
+                return
+            following, number = StepWaves(shared.layers[self.layer.number + 1], self.ids), 0
+        pool, buffer, what = following.layer.pool, following._buffer(number), (following.layer.number, number)
         stream = shared.stream
-        if stream is None or number == len(shared.layers) or torch.cuda.is_current_stream_capturing():
+        if stream is None or not following.every or pool.ahead[buffer] == what:
             return
-        following = shared.layers[number]
-        place = number % len(following.buffers)
-        if following.num_experts * EVERY_EXPERT > ids.numel() or shared.copied_ahead.get(place) == number:
+        if torch.cuda.is_current_stream_capturing():
             return
         stream.wait_stream(torch.cuda.current_stream())  # whoever reads the buffer has been launched
         with torch.cuda.stream(stream):
-            following.kernels.stage(ids, following.tables, following.moves_ahead, True)
-            following.kernels.copy(following.to_buffers[place], following.moves_ahead)
-            shared.arrived[place].record()
-        shared.copied_ahead[place] = number
-
-
-def _tensors(pair: Pair) -> Iterator[torch.Tensor]:
-    for weights in pair:
-        tensors = (weights.data, weights.scale, weights.global_scale, weights.bias)
-        yield from (tensor for tensor in tensors if tensor is not None)
-
-
-def _like(pair: Pair, num: int, device: torch.device) -> Pair:
-    """Returns weights of `num` experts on the device, with what all experts share."""
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
-
-    def of(weights: ExpertWeights) -> ExpertWeights:
-        scale = None if weights.input_scale is None else weights.input_scale.to(device)
-        experts = weights.num_experts if num < weights.num_experts else 0
-        return replace(_each_tensor(weights, empty), input_scale=scale, experts_of_layer=experts)
-
-    return of(pair[0]), of(pair[1])
-
-
-def _each_tensor(weights: ExpertWeights, change: Callable[[torch.Tensor], torch.Tensor]) -> ExpertWeights:
-    """Returns the weights with other tensors in the place of those that have a row for each expert."""
-    scale, factor, bias = weights.scale, weights.global_scale, weights.bias
-    return replace(
-        weights,
-        data=change(weights.data),
-        scale=None if scale is None else change(scale),
-        global_scale=None if factor is None else change(factor),
-        bias=None if bias is None else change(bias),
-    )
+            following._copy(number)
+            pool.arrived[buffer].record()
+        pool.ahead[buffer] = what
 
 
 def _page_locked(tensor: torch.Tensor) -> torch.Tensor:

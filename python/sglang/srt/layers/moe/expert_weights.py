@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +71,9 @@ class ExpertWeights:
     bias: torch.Tensor | None = None
     plane_cols: int | None = None
     ep_size: int = 1
-    experts_of_layer: int = 0
-    """Number of the layer's experts where the tensors are slots for some of them; 0: they have all."""
+    row_of_expert: torch.Tensor | None = None
+    """[experts of the layer] int32: the rows of the tensors where experts are, of those that a step needs; None: their
+    numbers."""
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -80,14 +82,8 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        """Returns the number of experts that this rank holds."""
-        return self.data.shape[0]
-
-    @property
-    def grouped_as(self) -> int:
-        """Returns the number of experts by which pairs are grouped: the layer's, so that slots launch what all experts
-        launch."""
-        return self.experts_of_layer or self.num_experts
+        """Returns the number of the layer's experts that this rank has."""
+        return self.data.shape[0] if self.row_of_expert is None else len(self.row_of_expert)
 
     @property
     def zero_points(self) -> bool:
@@ -138,7 +134,7 @@ class ExpertWeights:
 
     def _scale_problems(self, scheme: Scheme) -> list[str]:
         wanted = torch.int16 if self.zero_points and scheme.element == "int4" else SCALE_DTYPES[scheme.scale]
-        shape = (self.num_experts, *scheme.scale_shape(self.rows, self._stored_cols))
+        shape = (len(self.data), *scheme.scale_shape(self.rows, self._stored_cols))
         if self.scale is None:
             return ["has no scale"]
         problems = []
@@ -148,9 +144,14 @@ class ExpertWeights:
             problems.append(f"scale must be {list(shape)}, not {list(self.scale.shape)}")
         if scheme.global_scale != (self.global_scale is not None):
             problems.append("needs a global scale" if scheme.global_scale else "takes no global scale")
-        if self.global_scale is not None and tuple(self.global_scale.shape) != (self.num_experts,):
-            problems.append(f"global_scale must be [{self.num_experts}], not {list(self.global_scale.shape)}")
+        if self.global_scale is not None and tuple(self.global_scale.shape) != (len(self.data),):
+            problems.append(f"global_scale must be [{len(self.data)}], not {list(self.global_scale.shape)}")
         return problems
+
+
+Waves: TypeAlias = Iterable[tuple[ExpertWeights, ExpertWeights, torch.Tensor]]
+"""Parts of a step's pairs: the weights of both products, and ids [T, k] that are -1 for pairs of other parts. Where it
+begins with a part, its weights are on their way."""
 
 
 def _with_zero_points(data: torch.Tensor, words: torch.Tensor, scheme: Scheme) -> torch.Tensor:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.activation import SILU, Activation, gate_constants
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
-from sglang.srt.layers.moe.expert_weights import ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
-from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
+from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, matrix_of
 from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 
 if TYPE_CHECKING:
@@ -40,20 +39,22 @@ def fused_moe(
     activation: Activation,
     configs: TileConfigs,
     features: Collection[str] = (),
+    waves: Waves | None = None,
 ) -> torch.Tensor:
     """Computes the experts like `fused_moe_triton.fused_moe`, for weights of the scheme mxfp4_mxfp8 as published. Steps
     for which the tile configs do not choose sgl-kernel use Triton."""
     config = config_for(configs, len(topk_ids))
     if config.variant != MIXED:
-        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features)
+        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features, waves)
     block_m = config.tiles[0]["BLOCK_M"]
     (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2
-    blocks = align(topk_ids, w13.grouped_as, block_m)
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
     pair_out = torch.empty((num_tokens * top_k, w2.rows), dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for source, weights, result, per_row in ((x, w13, inter, top_k), (inter, w2, pair_out, 1)):
-        _multiply(source, weights, result, per_row, blocks, block_m, activation if weights is w13 else None)
+    for up, down, ids in ((w13, w2, topk_ids),) if waves is None else waves:
+        blocks = streamed.grouped_pairs(ids, up, block_m)
+        _multiply(x, up, inter, top_k, blocks, block_m, activation)
+        _multiply(inter, down, pair_out, 1, blocks, block_m, None)
     combine_kernel[(num_tokens, triton.cdiv(w2.rows, COMBINE_BLOCK))](
         pair_out, topk_weights, topk_ids, out, w2.rows,
         TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),

@@ -1,9 +1,9 @@
-"""Experts in main memory: which of them a step finds in the slots of GPU memory, and what is copied for it.
+"""Experts in main memory: where a step finds them in GPU memory, and what is copied for it.
 
-A layer has `slots` for some of its experts. A step with no more (token, expert) pairs than slots takes those that it
-lacks into the slots that were used longest ago. A larger one has the experts that it needs copied, from slots or from
-main memory, to buffers that layers share, and leaves the slots alone. Everything is decided on the device, without the
-host, so it can be captured in a CUDA graph.
+A layer has `slots` for some of its experts, and shares `spare` rows with other layers. A step takes those of its
+experts that are in no slot into the slots that were used longest ago and not by the step itself, and what is more than
+these into spare rows. Long prompts leave the slots alone and take everything else into spare rows, in several waves if
+these are fewer. Everything is decided on the device, without the host, so it can be captured in a CUDA graph.
 
 The ops in plain torch: the CPU kernels, and the reference for tests.
 """
@@ -25,7 +25,7 @@ Prepare = TypeVar("Prepare", covariant=True)
 Choose = TypeVar("Choose", covariant=True)
 Stage = TypeVar("Stage", covariant=True)
 CopyExperts = TypeVar("CopyExperts", covariant=True)
-LookUp = TypeVar("LookUp", covariant=True)
+MaskPairs = TypeVar("MaskPairs", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +59,59 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The experts to copy: `rows` [M, 2] int32, of which the first `count` [1] int32 count. The first column is an
-    expert of main memory, or ~slot of a slot; the second the row where it goes."""
+    """Where the experts of a step are, and which are to be copied there. `row_of_expert` [E] int32: rows of the tensors
+    of slots and spare rows, -1 for experts that are not there. `rows` [E, 2] int32: an expert of main memory, and the
+    row where it goes; the first `count` [1] int32 of these count. `first_slot`, `first_spare`: the rows where the
+    layer's slots and the spare rows begin."""
 
+    row_of_expert: torch.Tensor
     rows: torch.Tensor
     count: torch.Tensor
+    first_slot: int = 0
+    first_spare: int = 0
 
     @classmethod
-    def room_for(cls, num: int, device: torch.device) -> Moves:
-        """Returns moves of up to `num` experts, none yet."""
-        rows = torch.zeros((num, 2), dtype=torch.int32, device=device)
-        return cls(rows, torch.zeros(1, dtype=torch.int32, device=device))
+    def room_for(cls, num_experts: int, device: torch.device, first_slot: int = 0, first_spare: int = 0) -> Moves:
+        """Returns moves of a layer with so many experts, none yet."""
+        return cls(
+            torch.full((num_experts,), -1, dtype=torch.int32, device=device),
+            torch.zeros((num_experts, 2), dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            first_slot,
+            first_spare,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """The experts in no slot whose numbers among all of these begin with `first`, at most `count`; the first wave has
+    the experts in slots too. `every`: of all experts, not of those that the step chose."""
+
+    first: int
+    count: int
+    every: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCopies:
-    """Tensors of equal kinds (weights, scales, ...) with a row for each expert: those in main memory, in slots, and the
-    ones to fill. `strips` and `num_wide`: as the Triton kernel takes them (`layers/triton_ops/expert_slots`)."""
+    """Tensors of equal kinds (weights, scales, ...) with a row for each expert: those in main memory, and the ones to
+    fill. `strips` and `num_wide`: as the Triton kernel takes them (`layers/triton_ops/expert_slots`)."""
 
     bank: Sequence[torch.Tensor]
-    slots: Sequence[torch.Tensor]
     target: Sequence[torch.Tensor]
     strips: torch.Tensor | None = None
     num_wide: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class SlotKernels(Generic[Prepare, Choose, Stage, CopyExperts, LookUp]):
+class SlotKernels(Generic[Prepare, Choose, Stage, CopyExperts, MaskPairs]):
     """What is prepared for copies when a model is loaded, and the four kernels, with the types of those here."""
 
     prepare: Prepare
     choose: Choose
     stage: Stage
     copy: CopyExperts
-    look_up: LookUp
+    mask: MaskPairs
 
 
 def prepare_copies(copies: ExpertCopies) -> ExpertCopies:
@@ -101,25 +120,29 @@ def prepare_copies(copies: ExpertCopies) -> ExpertCopies:
 
 
 def choose_slots(ids: torch.Tensor, tables: SlotTables, moves: Moves) -> None:
-    """Gives a slot to each expert of ids [T, k] int32 (-1: none), which are at most as many as slots: those that have
-    none take, by their numbers, the slots that were used longest ago, of equally old ones the first. `moves` becomes
-    what is to be copied from main memory."""
+    """Gives a row to each expert of ids [T, k] int32 (-1: none). Those that are in no slot take, by their numbers, the
+    slots that were used longest ago, of equally old ones the first, but none that this step uses; the others take spare
+    rows. `moves` becomes what is to be copied from main memory."""
     used = sorted({*ids.flatten().tolist()} - {-1})
     slot_of, last_used = tables.slot_of_expert.tolist(), tables.last_used.tolist()
+    expert_of = tables.expert_of_slot.tolist()
     tables.clock.add_(1)
     now = int(tables.clock)
-    for slot in (slot_of[expert] for expert in used):
-        if slot >= 0:
-            last_used[slot] = now
+    hits = {slot_of[expert] for expert in used} - {-1}
+    for slot in hits:
+        last_used[slot] = now
     missing = [expert for expert in used if slot_of[expert] < 0]
-    oldest = sorted(range(len(last_used)), key=lambda slot: (last_used[slot], slot))
-    expert_of = tables.expert_of_slot.tolist()
-    for move, (expert, slot) in enumerate(zip(missing, oldest, strict=False)):
+    free = sorted({*range(len(last_used))} - hits, key=lambda slot: (last_used[slot], slot))
+    for expert, slot in zip(missing, free, strict=False):
         if expert_of[slot] >= 0:
             slot_of[expert_of[slot]] = -1
         slot_of[expert], expert_of[slot], last_used[slot] = slot, expert, now
-        moves.rows[move] = torch.tensor([expert, slot])
-    moves.count.fill_(len(missing))
+    row_of = [-1] * len(slot_of)
+    for expert in used:
+        row_of[expert] = moves.first_slot + slot_of[expert]
+    for spare, expert in enumerate(missing[len(free) :]):
+        row_of[expert] = moves.first_spare + spare
+    _write_moves(moves, row_of, missing)
     tables.totals.add_(torch.tensor([len(used), len(missing)], device=tables.totals.device))
     for table, values in (
         (tables.slot_of_expert, slot_of),
@@ -129,29 +152,38 @@ def choose_slots(ids: torch.Tensor, tables: SlotTables, moves: Moves) -> None:
         table.copy_(torch.tensor(values))
 
 
-def stage_experts(ids: torch.Tensor, tables: SlotTables, moves: Moves, every: bool) -> None:
-    """Makes `moves` of the experts of ids [T, k] int32, or of all (`every`), each to the row of its number, from its
-    slot if it has one."""
+def stage_experts(ids: torch.Tensor, tables: SlotTables, moves: Moves, wave: Wave) -> None:
+    """Gives a row to each expert of a wave of ids [T, k] int32 (-1: none): its slot, or a spare row."""
     slot_of = tables.slot_of_expert.tolist()
-    used = range(len(slot_of)) if every else sorted({*ids.flatten().tolist()} - {-1})
-    for move, expert in enumerate(used):
-        source = expert if slot_of[expert] < 0 else ~slot_of[expert]
-        moves.rows[move] = torch.tensor([source, expert])
-    moves.count.fill_(len(used))
+    used = range(len(slot_of)) if wave.every else sorted({*ids.flatten().tolist()} - {-1})
+    missing = [expert for expert in used if slot_of[expert] < 0][wave.first : wave.first + wave.count]
+    row_of = [-1] * len(slot_of)
+    if wave.first == 0:
+        for expert in used:
+            row_of[expert] = moves.first_slot + slot_of[expert] if slot_of[expert] >= 0 else -1
+    for spare, expert in enumerate(missing):
+        row_of[expert] = moves.first_spare + spare
+    _write_moves(moves, row_of, missing)
+
+
+def _write_moves(moves: Moves, row_of: list[int], missing: list[int]) -> None:
+    moves.row_of_expert.copy_(torch.tensor(row_of))
+    for move, expert in enumerate(missing):
+        moves.rows[move] = torch.tensor([expert, row_of[expert]])
+    moves.count.fill_(len(missing))
 
 
 def copy_experts(copies: ExpertCopies, moves: Moves) -> None:
     """Copies experts as `moves` says."""
-    for source, row in moves.rows[: int(moves.count)].tolist():
-        for bank, slots, target in zip(copies.bank, copies.slots, copies.target, strict=True):
-            target[row] = bank[source] if source >= 0 else slots[~source]
+    for expert, row in moves.rows[: int(moves.count)].tolist():
+        for bank, target in zip(copies.bank, copies.target, strict=True):
+            target[row] = bank[expert]
 
 
-def look_up(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Returns table[ids] for ids [T, k] int32, -1 where they are -1. Kernels that load weights before the kernel ahead
-    of them has ended follow this one, so that what was copied before it is there."""
-    return torch.where(ids < 0, -1, table[ids.clamp_min(0).long()])
+def mask_pairs(ids: torch.Tensor, moves: Moves) -> torch.Tensor:
+    """Returns ids [T, k] int32, -1 for experts that have no row."""
+    return torch.where((ids < 0) | (moves.row_of_expert[ids.clamp_min(0).long()] < 0), -1, ids)
 
 
-EXPERT_SLOTS = SlotKernels(prepare_copies, choose_slots, stage_experts, copy_experts, look_up)
+EXPERT_SLOTS = SlotKernels(prepare_copies, choose_slots, stage_experts, copy_experts, mask_pairs)
 EXPERT_SLOTS_OP = Op("expert_slots", EXPERT_SLOTS)

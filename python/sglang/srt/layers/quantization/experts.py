@@ -19,7 +19,7 @@ from sglang.srt.configs.stored_form import STACKED_FP8
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_slots import ExpertSlots
-from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, Waves, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Scope, TensorPart, WeightShard, constant, random_codes
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.layers.quantization.experts_alternating import AlternatingExperts, alternates
@@ -49,11 +49,12 @@ class Experts:
     w2: ExpertWeights
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, linear_in_up: bool) -> None:
-        self.num_slots, self.num_buffers, self.buffers = sizes.w13.slots, sizes.w13.buffers, scope.buffers
+        self.num_slots, self.num_buffered, self.buffers = sizes.w13.slots, sizes.w13.buffered, scope.buffers
         self.plan, self.device = scope.plan, scope.device
         self.slots: ExpertSlots | None = None
         if self.num_slots:
             scope = scope.in_main_memory()
+            self.buffers.expected += 1
         self.quant = quant = expert_quant(scope, sizes)
         self.linear_in_up = linear_in_up
         self.ep_size = sizes.ep_size
@@ -72,14 +73,14 @@ class Experts:
         self.w13, self.w2 = (repack(weights, self.features, self.device) for weights in (up, down))
         self.products.clear()
         if self.num_slots and not self.w13.data.is_meta:
-            bank, numbers = (self.w13, self.w2), (self.num_slots, self.num_buffers)
+            bank, numbers = (self.w13, self.w2), (self.num_slots, self.num_buffered)
             self.slots = ExpertSlots(self.plan, bank, *numbers, self.buffers, self.device)
             self.w13, self.w2 = self.slots.bank
 
-    def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, torch.Tensor]:
-        """Returns the weights of both products for a step whose tokens chose the experts `ids` [T, k] int32, and the
-        rows where these experts are."""
-        return (self.w13, self.w2, ids) if self.slots is None else self.slots.of_step(ids)
+    def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, Waves | None]:
+        """Returns the weights of both products for a step whose tokens chose the experts `ids` [T, k] int32; of a step
+        in waves, these."""
+        return (self.w13, self.w2, None) if self.slots is None else self.slots.of_step(ids)
 
 
 def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:

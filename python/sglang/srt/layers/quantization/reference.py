@@ -186,9 +186,13 @@ def _group_amax(w: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _mx_scale(w: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Returns e8m0 scales. An exponent is the largest value's minus the element format's largest."""
+    """Returns e8m0 scales. An exponent is the largest value's minus the element format's largest. Of e4m3 it is one
+    more where the largest value would be above 448: in four bits that would cost more than it saves."""
     largest_exponent = {"e2m1": 2, "e4m3": 8}[scheme.element]
-    exponent = torch.frexp(_group_amax(w, scheme).clamp_min(2.0**-126)).exponent - 1 - largest_exponent
+    mantissa, exponent = torch.frexp(_group_amax(w, scheme).clamp_min(2.0**-126))
+    exponent = exponent - 1 - largest_exponent
+    if scheme.element == "e4m3":
+        exponent = exponent + (mantissa > E4M3_MAX / 512).int()
     return (exponent + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
 
 

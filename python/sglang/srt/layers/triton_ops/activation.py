@@ -6,28 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.configs.activation import GELU, GELU_TANH, RELU2, SILU, Activation
+from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation, gate_constants
 from sglang.srt.layers.triton_ops import pdl
 
 SMALL_BATCH = 64
 SMALL_BLOCK = {"BLOCK": 1024, "num_warps": 4}
 LARGE_BLOCK = {"BLOCK": 2048, "num_warps": 4}
-GELU_SLOPE = 2.0 * (2.0 / 3.141592653589793) ** 0.5
-GELU_CUBIC = 0.044715 * GELU_SLOPE
-"""The tanh form of GELU is gate * sigmoid(GELU_SLOPE * gate + GELU_CUBIC * gate ** 3), because 1 + tanh(x) is
-2 * sigmoid(2 * x)."""
-
-
-def gate_constants(activation: Activation) -> dict[str, float | bool]:
-    """Returns the constants for which kernels with a fused activation are specialized."""
-    tanh = activation.function == GELU_TANH
-    return {
-        "ALPHA": GELU_SLOPE if tanh else activation.alpha,
-        "CUBIC": GELU_CUBIC if tanh else 0.0,
-        "OFFSET": activation.up_offset,
-        "LIMIT": 0.0 if activation.limit is None else activation.limit,
-        "HAS_GATE": activation.gated,
-    }
 
 
 @triton.jit

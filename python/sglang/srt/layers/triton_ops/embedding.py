@@ -27,10 +27,10 @@ def embedding_rows_kernel(ids, weight, out, first, num_rows, size, BLOCK: tl.con
 
 
 def embedding_rows(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    """Returns [T, H] of ids [T] int64 from weight [N, H] contiguous, the rows of tokens from `first` on; zeros for
-    other tokens."""
+    """Returns [T, H] of ids [T] int64 from weight [N, H] contiguous, on the device or in pinned host memory: the rows
+    of tokens from `first` on; zeros for other tokens."""
     num_rows, size = weight.shape
-    out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
+    out = torch.empty((len(ids), size), dtype=weight.dtype, device=ids.device)
     if len(ids):
         grid = (len(ids), triton.cdiv(size, LAUNCH["BLOCK"]))
         embedding_rows_kernel[grid](ids, weight, out, first, num_rows, size, **LAUNCH, **pdl.options())

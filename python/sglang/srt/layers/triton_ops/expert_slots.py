@@ -1,4 +1,4 @@
-"""Kernels of experts in main memory: slots for a step, copies of experts, and the rows where a step finds them.
+"""Kernels of experts in main memory: the rows where a step finds them, and copies of experts there.
 
 Copies read main memory directly, which is page-locked and has an address on the device. Reference:
 `layers/moe/slot_ops`.
@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.moe.slot_ops import SlotKernels
-from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.main_memory import device_address
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.moe.slot_ops import ExpertCopies, Moves, SlotTables
+    from sglang.srt.layers.moe.slot_ops import ExpertCopies, Moves, SlotTables, Wave
 
 EXPERTS = 1024
 """Most experts of a layer, and most slots; a test holds it to the reference's."""
@@ -43,7 +42,7 @@ def _used_experts(ids, num_pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
     return counts > 0
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_slots"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_slots", "first_slot", "first_spare"])
 def choose_slots_kernel(
     ids,  # [num_pairs] int32
     slot_of_expert,
@@ -52,11 +51,14 @@ def choose_slots_kernel(
     clock,
     totals,  # [2] int64
     victims,  # [num_slots] int32 scratch
+    row_of_expert,
     moves,
     num_moves,
     num_pairs,
     num_experts,
     num_slots,
+    first_slot,
+    first_spare,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -65,10 +67,10 @@ def choose_slots_kernel(
     expert = tl.arange(0, EXPERTS)
     used = _used_experts(ids, num_pairs, EXPERTS, CHUNK) & (expert < num_experts)
     slot = tl.load(slot_of_expert + expert, mask=expert < num_experts, other=-1)
-    missing = used & (slot < 0)
-    tl.store(last_used + tl.maximum(slot, 0), now + tl.zeros((EXPERTS,), tl.int64), mask=used & (slot >= 0))
+    missing, in_slot = used & (slot < 0), used & (slot >= 0)
+    tl.store(last_used + tl.maximum(slot, 0), now + tl.zeros((EXPERTS,), tl.int64), mask=in_slot)
     tl.debug_barrier()
-    # The rank of a slot by age: as many slots are older, or as old and before it.
+    # The rank of a slot by age: as many slots are older, or as old and before it. Those of this step come last.
     place = tl.arange(0, EXPERTS)
     age = tl.load(last_used + place, mask=place < num_slots, other=0) * EXPERTS + place
     rank = tl.zeros((EXPERTS,), tl.int32)
@@ -78,32 +80,41 @@ def choose_slots_kernel(
         older = (others[:, None] < age[None, :]) & (other < num_slots)[:, None]
         rank += tl.sum(older.to(tl.int32), axis=0)
     count = tl.sum(missing.to(tl.int32))
-    tl.store(victims + rank, place, mask=(place < num_slots) & (rank < count))
+    free = num_slots - tl.sum(in_slot.to(tl.int32))
+    tl.store(victims + rank, place, mask=(place < num_slots) & (rank < tl.minimum(count, free)))
     tl.debug_barrier()
-    move = tl.cumsum(missing.to(tl.int32), 0) - 1
-    taken = tl.load(victims + tl.maximum(move, 0), mask=missing, other=0)
-    leaving = tl.load(expert_of_slot + taken, mask=missing, other=-1)
+    move = tl.maximum(tl.cumsum(missing.to(tl.int32), 0) - 1, 0)
+    stays = missing & (move < free)
+    taken = tl.load(victims + move, mask=stays, other=0)
+    leaving = tl.load(expert_of_slot + taken, mask=stays, other=-1)
     tl.debug_barrier()
-    tl.store(slot_of_expert + tl.maximum(leaving, 0), tl.full((EXPERTS,), -1, tl.int32), mask=missing & (leaving >= 0))
-    tl.store(slot_of_expert + expert, taken, mask=missing)
-    tl.store(expert_of_slot + taken, expert, mask=missing)
-    tl.store(last_used + taken, now + tl.zeros((EXPERTS,), tl.int64), mask=missing)
-    tl.store(moves + 2 * tl.maximum(move, 0), expert, mask=missing)
-    tl.store(moves + 2 * tl.maximum(move, 0) + 1, taken, mask=missing)
+    tl.store(slot_of_expert + tl.maximum(leaving, 0), tl.full((EXPERTS,), -1, tl.int32), mask=stays & (leaving >= 0))
+    tl.store(slot_of_expert + expert, taken, mask=stays)
+    tl.store(expert_of_slot + taken, expert, mask=stays)
+    tl.store(last_used + taken, now + tl.zeros((EXPERTS,), tl.int64), mask=stays)
+    row = tl.where(in_slot, first_slot + slot, tl.where(stays, first_slot + taken, first_spare + move - free))
+    tl.store(row_of_expert + expert, tl.where(used, row, -1), mask=expert < num_experts)
+    tl.store(moves + 2 * move, expert, mask=missing)
+    tl.store(moves + 2 * move + 1, row, mask=missing)
     tl.store(num_moves, count)
     tl.store(clock, now)
     tl.store(totals, tl.load(totals) + tl.sum(used.to(tl.int32)))
     tl.store(totals + 1, tl.load(totals + 1) + count)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "every"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "first_slot", "first_spare", "first", "count", "every"])
 def stage_experts_kernel(
     ids,
     slot_of_expert,
+    row_of_expert,
     moves,
     num_moves,
     num_pairs,
     num_experts,
+    first_slot,
+    first_spare,
+    first,
+    count,
     every,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -112,10 +123,15 @@ def stage_experts_kernel(
     expert = tl.arange(0, EXPERTS)
     used = (_used_experts(ids, num_pairs, EXPERTS, CHUNK) | (every != 0)) & (expert < num_experts)
     slot = tl.load(slot_of_expert + expert, mask=expert < num_experts, other=-1)
-    move = tl.cumsum(used.to(tl.int32), 0) - 1
-    tl.store(moves + 2 * tl.maximum(move, 0), tl.where(slot < 0, expert, -1 - slot), mask=used)
-    tl.store(moves + 2 * tl.maximum(move, 0) + 1, expert, mask=used)
-    tl.store(num_moves, tl.sum(used.to(tl.int32)))
+    missing = used & (slot < 0)
+    move = tl.cumsum(missing.to(tl.int32), 0) - 1 - first
+    comes = missing & (move >= 0) & (move < count)
+    in_slot = used & (slot >= 0) & (first == 0)
+    row = tl.where(comes, first_spare + move, tl.where(in_slot, first_slot + slot, -1))
+    tl.store(row_of_expert + expert, row, mask=expert < num_experts)
+    tl.store(moves + 2 * tl.maximum(move, 0), expert, mask=comes)
+    tl.store(moves + 2 * tl.maximum(move, 0) + 1, row, mask=comes)
+    tl.store(num_moves, tl.sum(comes.to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_wide", "num_strips"], do_not_specialize_on_alignment=["moves", "strips"])
@@ -128,17 +144,13 @@ def copy_experts_kernel(
     WORDS: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """strips [S, 5] int64: the address of the strip in expert 0 of main memory, of the slots and of the target, bytes
-    from one expert to the next, and its bytes; the first `num_wide` of them are aligned. Grid: any number of
-    programs."""
+    """strips [S, 4] int64: the address of the strip in expert 0 of main memory and in row 0 of the target, bytes from
+    one expert to the next, and its bytes; the first `num_wide` of them are aligned. Grid: any number of programs."""
     for tile in range(tl.program_id(0), tl.load(num_moves) * num_strips, tl.num_programs(0)):
-        strip, move = strips + tile % num_strips * 5, moves + tile // num_strips * 2
-        source, row = tl.load(move), tl.load(move + 1)
-        stride, size = tl.load(strip + 3), tl.load(strip + 4)
-        in_slot = source < 0
-        origin = tl.load(strip + in_slot.to(tl.int32))
-        begin = origin + tl.where(in_slot, -1 - source, source).to(tl.int64) * stride
-        end = tl.load(strip + 2) + row.to(tl.int64) * stride
+        strip, move = strips + tile % num_strips * 4, moves + tile // num_strips * 2
+        stride, size = tl.load(strip + 2), tl.load(strip + 3)
+        begin = tl.load(strip) + tl.load(move).to(tl.int64) * stride
+        end = tl.load(strip + 1) + tl.load(move + 1).to(tl.int64) * stride
         if tile % num_strips < num_wide:
             words = tl.multiple_of(size // 4, 4)
             at = tl.arange(0, WORDS)
@@ -155,14 +167,11 @@ def copy_experts_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def look_up_kernel(ids, table, out, num_pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+def mask_pairs_kernel(ids, row_of_expert, out, num_pairs, CHUNK: tl.constexpr):
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     some = tl.load(ids + at, mask=at < num_pairs, other=-1)
-    row = tl.load(table + tl.maximum(some, 0), mask=some >= 0, other=-1)
-    tl.store(out + at, row, mask=at < num_pairs)
+    row = tl.load(row_of_expert + tl.maximum(some, 0), mask=some >= 0, other=-1)
+    tl.store(out + at, tl.where(row < 0, -1, some), mask=at < num_pairs)
 
 
 def prepare_copies(copies: ExpertCopies) -> ExpertCopies:
@@ -170,7 +179,7 @@ def prepare_copies(copies: ExpertCopies) -> ExpertCopies:
     of the others."""
     wide: list[list[int]] = []
     narrow: list[list[int]] = []
-    for tensors in zip(copies.bank, copies.slots, copies.target, strict=True):
+    for tensors in zip(copies.bank, copies.target, strict=True):
         stride = tensors[0][0].numel() * tensors[0].element_size()
         addresses = [device_address(tensor) for tensor in tensors]
         aligned = not any(number % ALIGNED for number in (stride, *addresses))
@@ -182,24 +191,25 @@ def prepare_copies(copies: ExpertCopies) -> ExpertCopies:
 
 
 def choose_slots(ids: torch.Tensor, tables: SlotTables, moves: Moves) -> None:
-    """Does as the reference. `ids` contiguous, at most as many as there are slots."""
+    """Does as the reference. `ids` contiguous."""
     choose_slots_kernel[(1,)](
         ids, tables.slot_of_expert, tables.expert_of_slot, tables.last_used, tables.clock, tables.totals,
-        tables.scratch, moves.rows, moves.count, ids.numel(), len(tables.slot_of_expert), len(tables.expert_of_slot),
-        EXPERTS=EXPERTS, CHUNK=CHUNK, num_warps=8,
+        tables.scratch, moves.row_of_expert, moves.rows, moves.count, ids.numel(), len(tables.slot_of_expert),
+        len(tables.expert_of_slot), moves.first_slot, moves.first_spare, EXPERTS=EXPERTS, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
 
 
-def stage_experts(ids: torch.Tensor, tables: SlotTables, moves: Moves, every: bool) -> None:
+def stage_experts(ids: torch.Tensor, tables: SlotTables, moves: Moves, wave: Wave) -> None:
     """Does as the reference. `ids` contiguous."""
     stage_experts_kernel[(1,)](
-        ids, tables.slot_of_expert, moves.rows, moves.count, 0 if every else ids.numel(),
-        len(tables.slot_of_expert), int(every), EXPERTS=EXPERTS, CHUNK=CHUNK, num_warps=8,
+        ids, tables.slot_of_expert, moves.row_of_expert, moves.rows, moves.count,
+        0 if wave.every else ids.numel(), len(tables.slot_of_expert), moves.first_slot, moves.first_spare,
+        wave.first, wave.count, int(wave.every), EXPERTS=EXPERTS, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
 
 
 def copy_experts(copies: ExpertCopies, moves: Moves) -> None:
-    """Does as the reference, by the strips of `strips_of`."""
+    """Does as the reference, by the strips of `prepare_copies`."""
     assert copies.strips is not None
     copy_experts_kernel[(PROGRAMS,)](
         moves.rows, moves.count, copies.strips, copies.num_wide, len(copies.strips),
@@ -207,12 +217,11 @@ def copy_experts(copies: ExpertCopies, moves: Moves) -> None:
     )  # fmt: skip
 
 
-def look_up(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def mask_pairs(ids: torch.Tensor, moves: Moves) -> torch.Tensor:
     """Does as the reference. `ids` contiguous."""
     out = torch.empty_like(ids)
-    if ids.numel():
-        look_up_kernel[(triton.cdiv(ids.numel(), CHUNK),)](ids, table, out, ids.numel(), CHUNK=CHUNK, **pdl.options())
+    mask_pairs_kernel[(triton.cdiv(ids.numel(), CHUNK),)](ids, moves.row_of_expert, out, ids.numel(), CHUNK=CHUNK)
     return out
 
 
-EXPERT_SLOTS = SlotKernels(prepare_copies, choose_slots, stage_experts, copy_experts, look_up)
+EXPERT_SLOTS = SlotKernels(prepare_copies, choose_slots, stage_experts, copy_experts, mask_pairs)

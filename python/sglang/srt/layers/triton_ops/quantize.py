@@ -118,8 +118,9 @@ def group_kernel(
         tl.store(data + row[:, None] * size + col, _round_to(values, data), mask=inside)
         tl.store(scale + pair, step, mask=there)
     elif KIND == "mxfp8":
-        # The exponent of the largest value less that of 448's binade; both are biased as fp32's.
-        exponent = tl.maximum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1) - 8, 0)
+        # The least power of two that brings the largest value to 448 or below: 1.75 times 2^8. Biased as fp32's.
+        bits = largest.to(tl.int32, bitcast=True)
+        exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 0)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         values = _clamp(values * inverse[:, None], 448.0)
         tl.store(data + row[:, None] * size + col, _round_to(values, data), mask=inside)

@@ -254,6 +254,9 @@ class SchedulerProcess:
         buffers = self.runner.model.expert_buffers
         if buffers is not None and (copies := buffers.totals()) is not None:
             state["expert_slots"] = dict(zip(("chosen", "copied"), copies, strict=True))
+        cpus = self.runner.model.cpu_experts
+        if cpus is not None and (done := cpus.totals()) is not None:
+            state["cpu_experts"] = dataclasses.asdict(done) | {"gpu_share": cpus.gpu_share}
         drafts = self.scheduler.stats.drafts
         if drafts.algorithm is not None:
             totals = drafts.since_start

@@ -272,9 +272,10 @@ def create_depth(args: ServerArgs, runner: ModelRunner) -> Depth | None:
     settings = speculative_settings(args, runner.plan.model.architecture)
     if settings is None:
         return None
-    from sglang.srt.drafts.depth import AdaptiveDepth, FixedDepth
+    from sglang.srt.drafts.depth import AdaptiveDepth, FixedDepth, with_expert_copies
 
     widths = runner.plan.step_widths
     if settings.adaptive is None:
         return FixedDepth(widths)
-    return AdaptiveDepth(settings.adaptive, settings.num_draft_tokens, runner.step_times(), widths)
+    times = with_expert_copies(runner.step_times(), runner.plan.expert_slots)
+    return AdaptiveDepth(settings.adaptive, settings.num_draft_tokens, times, widths)

@@ -16,13 +16,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
 from sglang.srt.errors import UserError
 from sglang.srt.plan.transformers_backend.facts import CLASSIFY, EMBED, GENERATE, ClassRequest
+from sglang.srt.towers.registry import reads_images
 
+VISION = "vision_config"
+"""Key of a config with that of what encodes images."""
 REGISTERED = "sglang"
 """Name of our functions among those of transformers."""
 _CONFIG = "AutoConfig"
@@ -57,6 +61,8 @@ def _named(request: ClassRequest) -> str:
         names = _all(MODEL_MAPPING_NAMES.get(str(request.values.get("model_type") or ""), ()))
         return next(iter(names), "")
     known = {name for names in _TABLES[request.task].values() for name in _all(names)}
+    if request.task == GENERATE and reads_images(request.values):
+        known |= {name for names in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() for name in _all(names)}
     return request.architecture if request.architecture in known else ""
 
 
@@ -96,9 +102,12 @@ def register(attention: Callable[..., Any], experts: Callable[..., Any], name: s
 
 def create(kind: type[Any], config: Any, dtype: torch.dtype, task: str, name: str = REGISTERED) -> Any:
     """Creates a model on the meta device, with the functions registered under `name`."""
-    config._attn_implementation = name
+    attention: Any = name
+    if VISION in config.sub_configs:  # an image is computed whole, over no cache: as transformers does
+        attention = {"": name, **{part: "sdpa" if part == VISION else name for part in config.sub_configs}}
+    config._attn_implementation = attention
     with torch.device("meta"):
-        model = kind._from_config(config, dtype=dtype, attn_implementation=name, experts_implementation=name)
+        model = kind._from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation=name)
     if (
         task == EMBED and getattr(model, "pooler", None) is not None
     ):  # computes something of the first token that nobody asks for

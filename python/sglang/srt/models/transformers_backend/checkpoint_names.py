@@ -18,11 +18,21 @@ def _transforms(model: Any) -> list[Any]:
 def renamings(model: Any) -> tuple[tuple[str, str], ...]:
     """Returns (pattern, replacement) of names in checkpoints, to be applied one after the other."""
     return tuple(
-        (source, target)
-        for each in _transforms(model)
+        _placed(source, target, each.scope_prefix, model.base_model_prefix)
+        for each in get_model_conversion_mapping(model, add_legacy=False)
         if isinstance(each, WeightRenaming)
         for source, target in zip(each.source_patterns, each.target_patterns * len(each.source_patterns), strict=False)
     )
+
+
+def _placed(source: str, target: str, scope: str | None, base: str) -> tuple[str, str]:
+    """Returns the pattern and replacement for whole names. scope: the part of the model that they are for, below
+    `base`; None: they are for whole names."""
+    if scope is None:
+        return source, target
+    inside = re.escape(f"{scope}.") if scope else ""
+    behind = re.sub(r"\\(\d)", lambda group: f"\\{int(group[1]) + 1}", target)
+    return rf"^((?:{re.escape(base)}\.)?{inside}){source.removeprefix('^')}", rf"\1{behind}"
 
 
 def joins_tensors(model: Any) -> bool:

@@ -20,7 +20,6 @@ from sglang.srt.blocks.transformers_layer.rotation import AnglesOfStep, deferred
 from sglang.srt.blocks.transformers_layer.spec import TransformersExperts, TransformersLayer
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
-from sglang.srt.errors import UserError
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.ops import RMSNORM
@@ -28,9 +27,11 @@ from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.models.causal_lm import AuxLayers, CausalLM
+from sglang.srt.models.transformers_backend.buffers import fill_buffers
 from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
 from sglang.srt.models.transformers_backend.head import Given, decoder_of
 from sglang.srt.models.transformers_backend.rotations import FUNCTION, modules_with_rotation
+from sglang.srt.models.transformers_backend.stages import StageOfClass
 from sglang.srt.plan.transformers_backend.facts import HeadFact, TensorFact
 
 if TYPE_CHECKING:
@@ -60,36 +61,54 @@ class TransformersModel(CausalLM):
         register(attend, compute_experts)
         kind = class_of(code.request)
         self.model = create(kind, config_of(code.request, kind), scope.dtype, code.request.task)
-        self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
+        self.embed = None
+        if description.has_embedding:
+            self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
         self.head = None
         if any(layer.attention.rotary_dim for layer in facts.layers):
             for code_of_class in modules_with_rotation(self.model):
                 setattr(code_of_class, FUNCTION, deferred(getattr(code_of_class, FUNCTION)))
         rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         for i, layer in enumerate(description.layers):
-            assert isinstance(layer.mixer, TransformersLayer)
-            self._fill_layer(scope.sub("layers").sub(i), layer.mixer, layer.ffn.experts, i, rotary)
-        for tensor in facts.tensors:
-            self._take(scope.sub("outside"), "", tensor)
-        embedding = self.model.get_submodule(facts.embedding)
-        self._put(facts.embedding, TransformersEmbedding(embedding, self.embed))
-        if facts.head is not None:
-            self._add_head(scope.sub("lm_head"), facts.head)
+            if isinstance(layer.mixer, TransformersLayer):
+                self._fill_layer(scope.sub("layers").sub(i), layer.mixer, layer.ffn.experts, i, rotary)
+        if description.first_stage:
+            assert self.embed is not None
+            self.embedding = TransformersEmbedding(self.model.get_submodule(facts.embedding), self.embed)
+            self._put(facts.embedding, self.embedding)
+        if description.last_stage:
+            for tensor in facts.tensors:
+                self._take(scope.sub("outside"), "", tensor)
+            if facts.head is not None:
+                self._add_head(scope.sub("lm_head"), facts.head)
+        self.stage = self._stage()
         self._fill_buffers()
         self._split()
 
+    def _stage(self) -> StageOfClass | None:
+        """Returns the layers of this stage of a pipeline; None: it has all layers."""
+        here, fact = [not layer.on_other_stage for layer in self.description.layers], self.facts.stages
+        if all(here):
+            return None
+        assert fact is not None, "the layout has been checked"
+        layers = [self.model.get_submodule(self._at(number)) for number in range(len(here))]
+        return StageOfClass(layers, here, self.model.get_submodule(fact.norm), fact)
+
+    def _at(self, number: int) -> str:
+        """Returns the path of a layer."""
+        return self.facts.layers_at.format(layer=number).removesuffix(".")
+
     def _add_head(self, scope: Scope, fact: HeadFact) -> None:
         """Puts our output head in the place of the class's."""
-        assert self.embed is not None
         tied_to = self.embed if self.description.tie_embeddings else None
         self.head = LMHead(scope, self.facts.vocab_size, tied_to)
         bias = scope.param("bias", (fact.rows,), init=Init.ZEROS) if fact.bias else None
-        self._put(fact.name, HeadProduct(self.head, bias, self.embed.weight[:0]))
+        self._put(fact.name, HeadProduct(self.head, bias, torch.empty(0, dtype=scope.dtype, device=scope.device)))
 
     def _split(self) -> None:
         """Takes the class apart: what computes hidden states, and what computes logits of them."""
         self.decoder = decoder_of(self.model)
-        self.logits_of = Given(self.model, self.decoder)
+        self.logits_of = Given(self.model, self.decoder) if self.description.last_stage else None
 
     def _fill_layer(
         self,
@@ -151,47 +170,38 @@ class TransformersModel(CausalLM):
         setattr(self.model.get_submodule(parent), name, module)
 
     def _fill_buffers(self) -> None:
-        """Computes the buffers that no checkpoint has, such as rotary frequencies, by the class's own initialization.
-        Raises UserError for one that it leaves without values."""
-        loaded = {id(param.tensor) for param in self.params.values()}
-        for path, module in self.model.named_modules():
-            passing = [n for n, b in module._buffers.items() if b is not None and id(b) not in loaded and b.is_meta]
-            if not passing or self.device.type == "meta":
-                continue
-            parameters = module._parameters
-            module._parameters = {  # which are not to be initialized
-                name: None if p is None else torch.nn.Parameter(p.to("meta"), requires_grad=False)
-                for name, p in parameters.items()
-            }
-            with torch.no_grad():
-                for name in passing:
-                    module._buffers[name] = torch.full_like(module._buffers[name], _UNSET, device="cpu")
-                self.model._init_weights(module)
-            module._parameters = parameters
-            for name in passing:
-                buffer = module._buffers[name]
-                if bool((buffer == _UNSET).all()) and buffer.numel():
-                    raise UserError(f"{self.facts.architecture}: the buffer {path}.{name} has no initial values.")
-                module._buffers[name] = buffer.to(self.device)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.compute(batch, None)
+        """Computes the buffers that no checkpoint has, of what this rank computes."""
+        elsewhere = [
+            f"{self._at(number)}." for number, layer in enumerate(self.description.layers) if layer.on_other_stage
+        ]
+        outside = (*elsewhere, *self.facts.encoder_at)
+        fill_buffers(self.model, self.device, lambda path: not path.startswith(outside))
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
-        """Returns the decoder's output [T, H] after its final norm. received: None, there are no stages."""
+        """Returns the decoder's output [T, H] after its final norm; in a stage before the last one the residual stream
+        behind its layers."""
+        inputs = self._inputs(batch, received)
         with AnglesOfStep() as angles:
             self.step.batch, self.step.angles = batch, angles
             try:
-                out = self.decoder(
-                    input_ids=batch.input_ids[None],
-                    position_ids=batch.positions[None],
-                    use_cache=False,
-                    return_dict=True,
-                )
+                out = self.decoder(**inputs, position_ids=batch.positions[None], use_cache=False, return_dict=True)
             finally:
                 self.step.batch = self.step.angles = None
+        if self.stage is not None and not self.description.last_stage:
+            return self.stage.take()[0]
         hidden: torch.Tensor = out[0][0]
         return hidden
+
+    def _inputs(self, batch: ForwardBatch, received: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Returns what the decoder is called with: token ids, or their embeddings with features of images in their
+        places, or, in a later stage, the stream of the one before."""
+        if received is not None:
+            assert self.stage is not None
+            self.stage.received = received[None]
+            return {"inputs_embeds": received[None]}
+        if batch.embedding_rows is None:
+            return {"input_ids": batch.input_ids[None]}
+        return {"inputs_embeds": batch.embedding_rows.put(self.embedding(batch.input_ids[None])[0])[None]}
 
     def by_block(self, batch: ForwardBatch, received: torch.Tensor | None) -> Blocks[torch.Tensor]:
         """Computes as `compute` does: a class has no blocks between which another step could compute."""
@@ -204,11 +214,10 @@ class TransformersModel(CausalLM):
         """Computes the whole batch at once."""
         return self(batch)
 
-    def input_buffer(self, num_tokens: int) -> None:
-        """Returns None: there is one stage."""
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits [R, V] fp32 of hidden [R, H] on every rank."""
+        """Returns logits [R, V] fp32 of hidden [R, H] on every rank; [R, 0] in stages before the last."""
+        if self.logits_of is None:
+            return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.logits_of.logits(hidden).float()
 
     def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
@@ -227,10 +236,6 @@ class TransformersModel(CausalLM):
         return is_redundant(self.description.quantization, name)
 
 
-_UNSET = 77
-"""A value that no buffer has everywhere."""
-
-
 def _initial(tensor: TensorFact) -> Init:
     """Returns the initial values of a dummy parameter: 1 for weights of norms, 0 for biases."""
     leaf = tensor.name.rpartition(".")[2]
@@ -243,13 +248,13 @@ class TransformersEmbedding(torch.nn.Module):
     """The embedding of a class, whose rows ranks divide. A class that does more than to look up rows does it with the
     rows of the step, of which it looks up each once."""
 
-    def __init__(self, embedding: torch.nn.Embedding, rows: VocabParallelEmbedding) -> None:
+    def __init__(self, embedding: torch.nn.Module, rows: VocabParallelEmbedding) -> None:
         super().__init__()
         self.rows = rows
         self.looked_up = embedding if type(embedding) is not torch.nn.Embedding else None
         self.weight = rows.weight
         if self.looked_up is not None:
-            self.looked_up.padding_idx = None
+            self.looked_up.padding_idx = None  # type: ignore[assignment]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns [1, T, H] for ids [1, T]."""

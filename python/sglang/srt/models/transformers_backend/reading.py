@@ -12,6 +12,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from sglang.srt.models.transformers_backend.calls import HARMLESS, TOKENS, AttentionCall, Calls, ExpertsCall
 from sglang.srt.models.transformers_backend.checkpoint_names import experts_of
+from sglang.srt.models.transformers_backend.mixing import Convolutions
 from sglang.srt.models.transformers_backend.norms import NormFinder
 from sglang.srt.plan.transformers_backend.facts import AttentionFact, ExpertsFact, LayerFact, LinearFact, TensorFact
 
@@ -27,8 +28,10 @@ def run(decoder: Any, **more: Any) -> torch.Tensor:
     """Runs what is below the head of a model without weights, and returns its output [1, T, C]."""
     ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
     positions = torch.arange(TOKENS, device="meta")[None]
-    with torch.no_grad():
+    with torch.no_grad(), Convolutions() as convolutions:
         hidden: torch.Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False, **more)[0]
+    if convolutions.mixes:
+        raise Refused("a convolution mixes neighbouring tokens, which may belong to other requests")
     if hidden.dim() != 3 or hidden.shape[:2] != (1, TOKENS):
         raise Refused(f"its decoder returns {list(hidden.shape)} for {TOKENS} tokens")
     return hidden

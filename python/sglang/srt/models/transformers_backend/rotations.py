@@ -17,6 +17,10 @@ FUNCTION = "apply_rotary_pos_emb"
 """What the modules of most classes call the function that rotates queries and keys."""
 
 
+_ARGUMENTS = 4
+"""Those are the queries, the keys, the cosines and the sines."""
+
+
 def modules_with_rotation(model: torch.nn.Module) -> list[Any]:
     """Returns the Python modules of a model's code that have such a function."""
     names = sorted({type(module).__module__ for module in model.modules()})
@@ -25,13 +29,12 @@ def modules_with_rotation(model: torch.nn.Module) -> list[Any]:
 
 @dataclass(slots=True)
 class Rotation:
-    """A call of the function. plain: it had the arguments (q, k, cos, sin) alone."""
+    """A call of the function with the arguments (q, k, cos, sin)."""
 
     function: Callable[..., Any]
     query: torch.Tensor
     key: torch.Tensor
     cos: torch.Tensor
-    plain: bool
     used: bool = False
 
 
@@ -41,6 +44,8 @@ class Rotations:
 
     calls: list[Rotation] = field(default_factory=list)
     tables: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=list)
+    has_others: bool = False
+    """A function of this name has been called with other arguments."""
     _removals: list[Callable[[], None]] = field(default_factory=list)
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -62,12 +67,14 @@ class Rotations:
         self.tables.append((module, args, kwargs, out))
 
     def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def rotate(
-            q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **more: Any
-        ) -> Any:
-            query, key = original(q, k, cos, sin, *args, **more)
-            self.calls.append(Rotation(original, query, key, cos, not args and not more))
-            return query, key
+        def rotate(*args: Any, **more: Any) -> Any:
+            rotated = original(*args, **more)
+            if len(args) == _ARGUMENTS and not more and isinstance(rotated, tuple):
+                query, key = rotated
+                self.calls.append(Rotation(original, query, key, args[2]))
+            else:
+                self.has_others = True
+            return rotated
 
         return rotate
 
@@ -83,7 +90,8 @@ class Rotations:
         """Returns whether attention gets all that was rotated as it is, rotated as our kernels rotate."""
         functions = {(call.function, call.query.shape[-1], call.cos.shape[-1]) for call in self.calls}
         return (
-            all(call.used and call.plain and call.cos.dim() == 3 for call in self.calls)
+            not self.has_others
+            and all(call.used and call.cos.dim() == 3 for call in self.calls)
             and all(_rotates_halves(*each) for each in functions)
             and all(self._has_equal_halves(model, call.cos) for call in self.calls)
         )

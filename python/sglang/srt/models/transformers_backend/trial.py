@@ -16,11 +16,12 @@ import torch
 from transformers import masking_utils
 
 from sglang.srt.errors import UserError
-from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
+from sglang.srt.models.transformers_backend.build import VISION, class_of, config_of, create, register
 from sglang.srt.models.transformers_backend.calls import TOKENS, Calls
 from sglang.srt.models.transformers_backend.checkpoint_names import renamings
 from sglang.srt.models.transformers_backend.head import Given, decoder_of
 from sglang.srt.models.transformers_backend.reading import Reading, Refused, run
+from sglang.srt.models.transformers_backend.stages import LayerCalls
 from sglang.srt.models.transformers_backend.text_trial import read_text_class
 from sglang.srt.plan.transformers_backend.facts import GENERATE, ClassFacts, ClassRequest, HeadFact
 from sglang.srt.utils.process_limits import die_with_parent, limit_memory, lower_limit
@@ -70,12 +71,15 @@ def _facts(name: str, request: ClassRequest) -> ClassFacts:
     model = create(kind, config, torch.bfloat16, request.task, _TRIAL)
     if request.task != GENERATE:
         return read_text_class(name, model, calls, request.task)
+    decoder, layer_calls = decoder_of(model), LayerCalls()
     calls.rotations.watch(model)
+    layer_calls.watch(decoder)
     try:
-        hidden = run(decoder_of(model))
+        hidden = run(decoder)
     finally:
         calls.rotations.end()
-    return _read(name, model, hidden, Reading(model, calls))
+        layer_calls.end()
+    return _read(name, model, hidden, Reading(model, calls), layer_calls)
 
 
 def _one_text(position_ids: torch.Tensor) -> None:
@@ -99,11 +103,17 @@ def _check(config: Any) -> None:
             )
 
 
-def _read(name: str, model: Any, hidden: torch.Tensor, reading: Reading) -> ClassFacts:
+def _read(name: str, model: Any, hidden: torch.Tensor, reading: Reading, layer_calls: LayerCalls) -> ClassFacts:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is not torch.nn.Linear or not isinstance(embedding, torch.nn.Embedding):
         raise Refused("its embedding or its output head is no plain one")
     at_head, at_embedding = reading.names[id(head)], reading.names[id(embedding)]
+    outside = [fact for fact in reading.outside if fact.name.rpartition(".")[0] not in (at_head, at_embedding)]
+    decoder = decoder_of(model)
+    at_decoder = f"{reading.names[id(decoder)]}.".removeprefix(".")
+    encodes = hasattr(model.config, VISION)
+    images = tuple(fact for fact in outside if encodes and not fact.name.startswith(at_decoder))
+    tensors = tuple(fact for fact in outside if fact not in images)
     facts = ClassFacts(
         name,
         hidden_size=hidden.shape[-1],
@@ -112,10 +122,12 @@ def _read(name: str, model: Any, hidden: torch.Tensor, reading: Reading) -> Clas
         layers=tuple(map(reading.layer, range(len(reading.calls.attention)))),
         embedding=at_embedding,
         head=HeadFact(at_head, head.out_features, head.bias is not None, head.weight is embedding.weight),
-        tensors=tuple(fact for fact in reading.outside if fact.name.rpartition(".")[0] not in (at_head, at_embedding)),
+        tensors=tensors,
+        images=images,
         renamings=renamings(model),
         ignored=tuple(model._keys_to_ignore_on_load_unexpected or ()),
         base=f"{model.base_model_prefix}.",
+        stages=layer_calls.stages(decoder, hidden, at_decoder, tensors),
     )
     _check_head(model, head, embedding, hidden)
     return facts

@@ -32,10 +32,12 @@ class EmbeddingNorm:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What becomes of embeddings before the first layer: they are normed, and multiplied by `scale`."""
+    """What becomes of embeddings before the first layer: they are normed, and multiplied by `scale`. on_host: their
+    table lies in pinned host memory."""
 
     scale: float = 1.0
     norm: EmbeddingNorm | None = None
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _TABLE = re.compile(r"^MODEL(?:_FOR)?(?:_(\w+))?_MAPPING_NAMES\b.*?^\)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r'\(\s*"([\w.-]+)",\s*\(?((?:\s*"\w+",?)+)\s*\)?,?\s*\)')
-_CAUSAL, _BASE = "CAUSAL_LM", None
+_CAUSAL, _IMAGE_TEXT, _BASE = "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", None
 
 
 @lru_cache(maxsize=1)
@@ -37,6 +37,11 @@ def _names(table: str | None) -> frozenset[str]:
 def causal_classes() -> frozenset[str]:
     """Returns the names of the classes of causal language models."""
     return _names(_CAUSAL)
+
+
+def image_text_classes() -> frozenset[str]:
+    """Returns the names of the classes that generate text from images and text."""
+    return _names(_IMAGE_TEXT)
 
 
 def has_base_class(model_type: str) -> bool:

@@ -95,6 +95,15 @@ def names_of_class(facts: ClassFacts) -> WeightMap:
             if fact.experts.apart:
                 layer |= {"moe.w13": fact.experts.apart, "moe.w2": fact.experts.apart}
     beginnings = ((facts.beginning, ""),) if facts.beginning else ()
-    names = WeightMap(model, layer, facts.layers_at, beginnings=beginnings, renamings=facts.renamings)
+    behind = () if facts.stages is None else (f"{facts.stages.norm}.",)
+    names = WeightMap(
+        model,
+        layer,
+        facts.layers_at,
+        beginnings=beginnings,
+        renamings=facts.renamings,
+        behind=behind,
+        unread=tuple(tensor.name for tensor in facts.images),  # the encoder reads them
+    )
     named = next((fact.experts.parts for fact in facts.layers if fact.experts and fact.experts.parts), ())
     return replace(names, parts=dict(zip(("gate", "up", "down"), named, strict=False)))

@@ -111,6 +111,15 @@ class HeadFact:
 
 
 @dataclass(frozen=True, slots=True)
+class StagesFact:
+    """How stages of a pipeline divide a class's layers. norm: name of the module behind the last one. values: how many
+    a layer returns, of which the first is the residual stream; 0: it returns the stream itself."""
+
+    norm: str
+    values: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TextFacts:
     """How a class that generates no text takes one, and what it makes of it.
 
@@ -133,12 +142,14 @@ class ClassFacts:
     layers_at: what module names of layers begin with, with {layer} for the number
     embedding: name of the input embedding
     tensors: parameters outside of layers, besides the embedding and the head
+    images: parameters of what encodes images, beside the decoder
     renamings: (pattern, replacement) of names in checkpoints, applied one after the other
     ignored: patterns of names in checkpoints that the class does not read
     base: what names lack in checkpoints without a head
     beginning: what names begin with in checkpoints with a head, of a class without one
     parts: the first components of names; a class without an output head reads no others. Empty: it reads all
     text: of a class that generates no text; None: of a causal language model
+    stages: how its layers are divided into the stages of a pipeline; None: they cannot be
     problems: why the class cannot be served; the other facts are then incomplete
     """
 
@@ -150,13 +161,20 @@ class ClassFacts:
     embedding: str = ""
     head: HeadFact | None = None
     tensors: tuple[TensorFact, ...] = ()
+    images: tuple[TensorFact, ...] = ()
     renamings: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     base: str = ""
     beginning: str = ""
     parts: tuple[str, ...] = ()
     text: TextFacts | None = None
+    stages: StagesFact | None = None
     problems: tuple[str, ...] = ()
+
+    @property
+    def encoder_at(self) -> tuple[str, ...]:
+        """Beginnings of the names of the modules that encode images."""
+        return tuple(dict.fromkeys(".".join(tensor.name.split(".")[:2]) for tensor in self.images))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ class Tower(ABC):
     """Beginnings of the names of its weights in checkpoints."""
     computes_with_pixels: ClassVar[bool] = False
     """True: pixels are transformed in float32 before they are rounded to the weights' dtype."""
+    can_pause: ClassVar[bool] = True
+    """False: an encoder step is computed at once."""
     beginnings: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of beginnings of names: that of some checkpoints, and the usual one that replaces it."""
 
@@ -166,6 +168,10 @@ class Tower(ABC):
         """16-bit values of a patch's position: cosines and sines of a head's pairs in float32, and the neighbours in
         the table of learned positions."""
         return 4 * self.head_dim
+
+    def step_values(self, patches: int) -> int:
+        """Returns the most values that a step over so many patches holds."""
+        return patches * self.activation_size()
 
     def activation_size(self) -> int:
         """Returns the most values that a step holds for each patch: the stream, its norm, queries, keys and values

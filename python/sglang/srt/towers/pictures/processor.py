@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from PIL import Image
 
@@ -35,6 +36,7 @@ class Processor:
     video: how videos are read; None: the model takes none
     counts_frames: limits of images count their pixels once for each of the frames that an image stands for
     reads_config: its settings may stand in the vision_config of config.json
+    of_config: settings of images that follow from the whole config.json
     usual: renames settings of published files; raises UserError for those that are not supported
     check: raises UserError for settings of images that are not supported
     other_classes: processors that take the place of this one, by a part of `image_processor_type`
@@ -44,6 +46,7 @@ class Processor:
     video: VideoForm | None = None
     counts_frames: bool = False
     reads_config: bool = False
+    of_config: Callable[[Mapping[str, Any]], Settings] | None = None
     usual: Callable[[Settings], Settings] = dict
     check: Callable[[Settings], None] | None = None
     other_classes: Mapping[str, str] = field(default_factory=dict)

@@ -58,6 +58,8 @@ def read_processor_files(
         )
     if processor.check is not None:
         processor.check({**image, **changed.get("image", {})})
+    if processor.of_config is not None:
+        image = {**image, **processor.of_config(config or {})}
     class_name = str(image.get("image_processor_type"))
     family = next((other for part, other in processor.other_classes.items() if part in class_name), family)
     return ProcessorFiles(

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 import triton
 
-from sglang.srt.configs.activation import Activation
+from sglang.srt.configs.activation import Activation, gate_constants
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.launch import fallbacks_of
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import TileConfigs, Tiles, config_for
-from sglang.srt.layers.moe.expert_weights import ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_dequantized, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, swaps
 from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
-from sglang.srt.layers.triton_ops.activation import gate_constants
+from sglang.srt.layers.triton_ops.expert_rows import look_up, place_blocks
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
@@ -46,31 +46,49 @@ def fused_moe(
     activation: Activation,
     configs: TileConfigs,
     features: Collection[str] = (),
+    waves: Waves | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H] (rows contiguous, bfloat16 or float16, or with their
     quantized form), topk_weights [T, k] fp32, topk_ids [T, k] int32.
 
     w13 [E, 2I, H], or [E, I, H] without a gate, and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id
     of -1 adds nothing. `configs`: the plan's; tiles that do not launch are replaced by smaller fallbacks. `features`
-    (of ArchTraits): of the GPU that the tiles are for.
+    (of ArchTraits): of the GPU that the tiles are for. `waves`: weights and ids of one part of the pairs after the
+    other, in the place of all at once; may be gone through several times.
     """
     values = values_of(x)
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     if topk_ids.numel() == 0:
         return out
     config = config_for(configs, len(topk_ids))
+    if config.variant == FEW and waves is not None:  # which adds up a token's experts while it multiplies
+        config = next(each for each in configs if each.variant != FEW)
     if config.variant == FEW:
-        _pair_by_pair(values, w13, w2, topk_weights, topk_ids, activation, config.tiles, out)
+        table = w13.row_of_expert
+        rows = topk_ids if table is None else look_up(topk_ids, table)
+        _pair_by_pair(values, w13, w2, topk_weights, rows, activation, config.tiles, out)
     else:
+        parts = ((w13, w2, topk_ids),) if waves is None else waves
+        in_turn = waves is not None and _scales_whole_tensor(w2)
 
         def attempt(tiles: Tiles) -> None:
-            gate_up, down = tiles
-            inter, blocks = _gate_up(x, w13, topk_ids, activation, gate_up, features)
-            _down(inter, w2, topk_weights, topk_ids, blocks, out, down, features)
+            pair_out = _pair_outputs(x, parts, activation, tiles, features, in_turn)
+            kernels.combine_kernel[(len(values), triton.cdiv(w2.rows, COMBINE_BLOCK))](
+                pair_out, topk_weights, topk_ids, out, w2.rows,
+                TOP_K=topk_ids.shape[1], BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
+            )  # fmt: skip
 
         scheme = "bf16" if w13.scheme is None else w13.scheme.name
         fallbacks_of(f"fused_moe/{scheme}", config, grouped_kernels(w13).__name__, scaled_dot.__name__).run(attempt)
     return out
+
+
+def grouped_pairs(ids: torch.Tensor, weights: ExpertWeights, block_m: int) -> ExpertBlocks:
+    """Groups the pairs of ids [T, k] int32 by expert, in blocks that name the rows of their experts' weights."""
+    blocks = align(ids, weights.num_experts, block_m)
+    if weights.row_of_expert is not None:
+        place_blocks(blocks.block_expert, blocks.num_blocks, weights.row_of_expert)
+    return blocks
 
 
 def product_for(weights: ExpertWeights) -> ScaledProduct:
@@ -145,22 +163,45 @@ def _pair_by_pair(
     )  # fmt: skip
 
 
+def _pair_outputs(
+    x: Activations, waves: Waves, activation: Activation, tiles: Tiles, features: Collection[str], in_turn: bool
+) -> torch.Tensor:
+    """Returns the outputs [T * k, H] of all pairs, without the rows of choices of -1. in_turn: the second product
+    follows when the first one of all waves is there."""
+    up_tile, down_tile = tiles
+    inter: torch.Tensor | None = None
+    pair_out: torch.Tensor | None = None
+    for w13, w2, ids in waves:
+        blocks = grouped_pairs(ids, w13, up_tile["BLOCK_M"])
+        inter = _gate_up(x, w13, ids, blocks, activation, up_tile, features, inter)
+        if not in_turn:
+            pair_out = _down(inter, w2, ids, blocks, down_tile, features, pair_out)
+    assert inter is not None
+    for _, w2, ids in waves if in_turn else ():
+        blocks = grouped_pairs(ids, w2, up_tile["BLOCK_M"])
+        pair_out = _down(inter, w2, ids, blocks, down_tile, features, pair_out)
+    assert pair_out is not None
+    return pair_out
+
+
 def _gate_up(
     x: Activations,
     w13: ExpertWeights,
     topk_ids: torch.Tensor,
+    blocks: ExpertBlocks,
     activation: Activation,
     tile: Tile,
     features: Collection[str],
-) -> tuple[torch.Tensor, ExpertBlocks]:
-    """Returns [T * k, I], without the rows of choices of -1, and the grouping of the pairs."""
+    inter: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns [T * k, I], without the rows of choices of -1; `inter`, if it is there, with more of them."""
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     hidden, intermediate = w13.cols, w13.rows // (1 + activation.gated)
-    blocks = align(topk_ids, w13.grouped_as, tile["BLOCK_M"])
-    # What is made of a whole tensor must not see rows that were not written.
-    make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
-    values = values_of(x)
-    inter = make((num_pairs, intermediate), dtype=values.dtype, device=values.device)
+    if inter is None:
+        # What is made of a whole tensor must not see rows that were not written.
+        make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
+        values = values_of(x)
+        inter = make((num_pairs, intermediate), dtype=values.dtype, device=values.device)
     w, a = matrix_of(w13), _operand(x, w13)
     grouped_kernels(w13).gate_up_kernel[(blocks.max_blocks * triton.cdiv(intermediate, tile["BLOCK_N"]),)](
         a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, inter,
@@ -169,23 +210,23 @@ def _gate_up(
         **grouped_launch(product_for(w13), tile, hidden, intermediate if activation.gated else 0, features), **w.flags,
         **gate_constants(activation), **pdl.options(),
     )  # fmt: skip
-    return inter, blocks
+    return inter
 
 
 def _down(
     inter: torch.Tensor,
     w2: ExpertWeights,
-    topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     blocks: ExpertBlocks,
-    out: torch.Tensor,
     tile: Tile,
     features: Collection[str],
-) -> None:
-    """Computes the down projection and the weighted sum."""
-    num_tokens, top_k = topk_ids.shape
+    pair_out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the down projection [T * k, H], without the rows of choices of -1; `pair_out`, if it is there, with more
+    of them."""
     num_pairs, hidden, intermediate = topk_ids.numel(), w2.rows, w2.cols
-    pair_out = torch.empty((num_pairs, hidden), dtype=inter.dtype, device=inter.device)
+    if pair_out is None:
+        pair_out = torch.empty((num_pairs, hidden), dtype=inter.dtype, device=inter.device)
     w, a = matrix_of(w2), _operand(inter, w2)
     grouped_kernels(w2).down_kernel[(blocks.max_blocks * triton.cdiv(hidden, tile["BLOCK_N"]),)](
         a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, pair_out,
@@ -193,10 +234,7 @@ def _down(
         num_pairs, hidden, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
         **grouped_launch(product_for(w2), tile, intermediate, 0, features), **w.flags, **pdl.options(),
     )  # fmt: skip
-    kernels.combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
-        pair_out, topk_weights, topk_ids, out, hidden,
-        TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
-    )  # fmt: skip
+    return pair_out
 
 
 def grouped_kernels(weights: ExpertWeights) -> ModuleType:

@@ -59,10 +59,10 @@ class MediaTokens:
         return self.image if self.video is None else self.video if self.frame is None else self.frame
 
 
-def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
-    """Returns the tokens for a whole config.json; None for a text-only model, or one whose pictures are not
-    supported."""
-    record = tower_record(config)
+def media_tokens(config: Mapping[str, Any], by_class: bool = False) -> MediaTokens | None:
+    """Returns the tokens for a whole config.json; None for a text-only model, or one whose pictures are not supported.
+    by_class: a class of transformers computes the model."""
+    record = tower_record(config, by_class)
     if record is None:
         return None
     form, (image, video) = record.prompt, placeholders(config)

@@ -24,14 +24,17 @@ class ServedMedia:
     """Type in which the encoder takes patches."""
 
 
-def served_media(args: ServerArgs, model: ModelConfig, pixel_dtype: str = "float32") -> ServedMedia | None:
+def served_media(
+    args: ServerArgs, model: ModelConfig, pixel_dtype: str = "float32", by_class: bool = False
+) -> ServedMedia | None:
     """Returns None for a model without a vision tower, and with --language-model-only. pixel_dtype: the type in which
-    the encoder takes patches. Raises UserError if the processor's files cannot be read."""
+    the encoder takes patches. by_class: a class of transformers computes the model. Raises UserError if the processor's
+    files cannot be read."""
     if args.language_model_only or args.skip_tokenizer_init or args.is_embedding:
         return None
     directory = Path(model.model_path)
     config: Mapping[str, Any] = merge_overrides(read_config(directory), args.model_overrides())
-    tokens = media_tokens(config)
+    tokens = media_tokens(config, by_class)
     if tokens is None:
         return None
     files = read_processor_files(directory, tokens.family, args.mm_process_config, config)

@@ -1,0 +1,1 @@
+"""Encoders that a class of transformers computes."""
