@@ -2,7 +2,7 @@
 #              MODEL=smollm2 installs and serves a language model of 135M parameters
 # make test    install into .venv and run the checks that every change must pass
 # make test-changed BASE=main   the checks, and of the tests those that a change since main can break; without BASE all
-# make test-record   renew what test-changed knows of the tests, about 30 minutes on two cores; an interrupted one goes on
+# make test-record   renew what test-changed knows of the tests, about an hour on two cores; an interrupted one goes on
 # make clean-record  remove what an interrupted test-record has found
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures

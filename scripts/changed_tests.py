@@ -2,7 +2,7 @@
 
     make test-changed BASE=main
     python scripts/changed_tests.py --base main
-    python scripts/changed_tests.py --record --jobs 3  # 30 minutes on two cores; it goes on where it was interrupted
+    python scripts/changed_tests.py --record --jobs 3  # an hour on two cores; it goes on where it was interrupted
 
 A change is what differs between the files here and the commit that BASE and HEAD have in common; files that git does
 not know, and does not ignore, are new ones. What was chosen, and why, is said on the standard error stream.

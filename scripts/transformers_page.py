@@ -87,8 +87,9 @@ pictures.
 A request may have several. Chunks may cut an image, prefixes are known by the picture, and features are kept, as with
 [images of other models](caches.md#images).
 
-- An image of `llava` is one run of placeholders, or, over Pixtral's encoder, a run for each row, as with `mistral3`.
-  Those of `idefics3` and `smolvlm` are tiles with a run each, and those of `internvl` tiles in one run.
+- An image of `llava` or `lighton_ocr` is one run of placeholders; over Pixtral's encoder `llava` has a run for each
+  row, as `mistral3` has. Those of `idefics3`, `smolvlm` and `aya_vision` are tiles with a run each, and those of
+  `internvl` tiles in one run.
 - Each token stands for a square of pixels. Other encoders are refused: those that cut edges off (`llava_next`), see
   images both ways (`paligemma`), have positions with sections (`qwen2_vl`) or add features behind layers.
 - Videos are not read. `--mm-enable-dp-encoder` is refused, and every rank of `--tp-size` encodes by itself.

@@ -291,6 +291,8 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "srt/speculative/test_autoregressive_draft.py::test_a_confidence_head_says_how_likely_draft_tokens_stand": (
         "dspark_rnn",
     ),
+    # Replicas do not know who computes the model; test_replicas.py has them with a family.
+    "http/test_class_replicas.py::test_replicas_of_a_class_answer_as_it_does": (EVERY,),
     # Another test with the same kinds stands for each: host copies and drafts in the schedules of the storage tier,
     # pipelines in test_parallel_schedules.py, windows and chunks of models whose layers another case has.
     "srt/managers/test_host_tier.py::test_random_schedules": ("gated delta-half-right-4-write_back",),

@@ -147,7 +147,7 @@ def run_case(case: str, folder: str, load_format: str) -> dict[str, Any]:
     start = time.perf_counter()
     engine = Engine(
         model_path=folder, load_format=load_format, random_seed=7, log_level="info", max_running_requests=8,
-        context_length=9000, embed_in_main_memory=case == "embeddings", **flags,
+        context_length=9000, max_total_tokens=12000, embed_in_main_memory=case == "embeddings", **flags,
     )  # fmt: skip
     result: dict[str, Any] = {"case": case, "start_s": time.perf_counter() - start}
     choose = random.Random(3)

@@ -36,6 +36,6 @@ if __name__ == "__main__":
     resolver()
     launch.SCHEDULER_ENTRY = "srt.managers.fake_scheduler:run_scheduler"
     tower = SimpleNamespace(pixel_dtype=lambda dtype: "float32")
-    seeing = SimpleNamespace(media=SimpleNamespace(tower=tower))
+    seeing = SimpleNamespace(media=SimpleNamespace(tower=tower), transformers_class=None)
     launch.describe_served_model = lambda args, model: seeing  # type: ignore[assignment,return-value]
     sys.exit(report_user_errors(lambda: serve(None, "launch_seeing")))

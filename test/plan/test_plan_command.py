@@ -171,6 +171,10 @@ def test_a_layout_without_room_for_a_request_is_not_recommended(
         (["--length", "0"], "--length must be from 1"),
         (["--gpu", "rtx-7090"], "unknown architecture or product 'rtx-7090'; known: "),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--main-memory", "-5"], "--main-memory must be from 0 to 1,048,576 GiB; got -5."),
+        (["--main-memory", "nan"], "--main-memory must be from 0 to 1,048,576 GiB; got nan."),
+        (["--free-memory", "inf"], "--free-memory must be from 0 to 1,048,576 GiB; got inf."),
+        (["--memory-channels", "1000000000"], "--memory-channels must be from 0 to 64; got 1,000,000,000."),
     ],
 )
 def test_bad_words_are_errors(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from srt.configs.gguf_files import convert
 from srt.models.harness import plan_for, save_tiny
 
+from sglang.quantize import export
 from sglang.quantize.__main__ import main
 from sglang.quantize.formats import FORMATS
 from sglang.srt.configs.model_path import resolve_model_path
@@ -152,6 +156,9 @@ def test_shards(source: Path) -> None:
         ("target", [], "is not empty"),
         ("", ["--include", "nothing"], "no weight that matches"),
         ("", ["--input-scales", "/no/such/file"], "--input-scales"),
+        ("", ["--input-scales", sys.executable], "--input-scales"),
+        ("", ["--shard-gb", "nan"], "--shard-gb must be from 1e-05 to 10,000; got nan"),
+        ("", ["--shard-gb", "-1"], "--shard-gb must be"),
         ("weights", [], "safetensors"),
     ],
 )
@@ -184,3 +191,48 @@ def test_a_gguf_file_is_quantized_from_its_values(tmp_path: Path, monkeypatch: p
         expected = dequantize(quantize(values[f"{module}.weight"], scheme), scheme)
         assert torch.equal(read_back(after, module, scheme.name), expected), module
     assert load_model(plan_for(out))
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), SafetensorError("device"), KeyboardInterrupt()]
+)
+def test_what_does_not_finish_leaves_nothing(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    target, written = source.parent / "out", []
+
+    def save_file(*args: Any, **options: Any) -> None:
+        if written:
+            raise failure
+        written.append(args)
+        save(*args, **options)
+
+    save = export.save_file
+    monkeypatch.setattr(export, "save_file", save_file)
+    arguments = ["--model", str(source), "--scheme", "nvfp4", "--output", str(target), "--shard-gb", "0.00005"]
+    interrupted = isinstance(failure, KeyboardInterrupt)
+    assert main(arguments) == (130 if interrupted else 2)
+    said = capsys.readouterr().err
+    assert (
+        "interrupted; what was written" if interrupted else f"this did not finish, and {target} was removed"
+    ) in said
+    assert written and not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("file", "is a file; choose another"),
+        ("file/below", "--output "),
+        ("killed", "has only what an interrupted run left behind"),
+        ("x" * 300, "File name too long"),
+        ("", "--output is empty"),
+    ],
+)
+def test_outputs_that_cannot_be(source: Path, capsys: pytest.CaptureFixture[str], output: str, message: str) -> None:
+    (source.parent / "file").write_text("")
+    (source.parent / "killed").mkdir()
+    (source.parent / "killed/model-00000.safetensors.part").write_text("")
+    path = str(source.parent / output) if output else ""
+    assert main(["--model", str(source), "--scheme", "nvfp4", "--output", path]) == 2
+    assert message in capsys.readouterr().err

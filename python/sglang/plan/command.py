@@ -37,6 +37,8 @@ DRAFTED = (
     " verifies all draft tokens and makes the next ones. Pays from: the accept length from which drafts are faster than"
     " none."
 )
+MOST_GIB, MOST_CHANNELS = 1 << 20, 64
+"""Larger numbers are mistakes."""
 COLUMNS = (
     ("layout", "servers and GPUs of each"),
     ("weights", "GiB of one GPU"),
@@ -91,13 +93,21 @@ def run_plan(argv: Sequence[str]) -> None:
     arch = arch_by_name(options.gpu) if options.gpu else current_arch()
     gpus = options.nodes * max(1, arch.gpus_per_machine) if options.gpus is None else options.gpus
     check_counts(gpus, load, options.nodes, arch)
-    free = None if options.free_memory is None else int(options.free_memory * GIB)
+    free, main = _num_bytes("--free-memory", options.free_memory), _num_bytes("--main-memory", options.main_memory)
+    if not 0 <= options.memory_channels <= MOST_CHANNELS:
+        raise UserError(f"--memory-channels must be from 0 to {MOST_CHANNELS}; got {options.memory_channels:,}.")
     if not options.accept_length >= 1:
         raise UserError(f"--accept-length {options.accept_length:g} must be at least 1 token.")
-    main = None if options.main_memory is None else int(options.main_memory * GIB)
     result = survey(words, gpus, arch, load, free, options.nodes, Machine(main, channels=options.memory_channels))
     length = options.accept_length
     print(json.dumps(to_json(result, length), indent=2) if options.json else to_text(result, length))
+
+
+def _num_bytes(flag: str, gib: float | None) -> int | None:
+    """Returns the bytes of a number of GiB. Raises UserError for what no machine has."""
+    if gib is not None and not 0 <= gib <= MOST_GIB:
+        raise UserError(f"{flag} must be from 0 to {MOST_GIB:,} GiB; got {gib:g}.")
+    return None if gib is None else int(gib * GIB)
 
 
 def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, Any]:

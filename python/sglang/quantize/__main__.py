@@ -61,6 +61,7 @@ CALIBRATED = ("awq", "gptq", "awq-gptq")
 """Values of --rounding that need the products of inputs."""
 SCALED = ("awq", "awq-gptq")
 """Values of --rounding that scale columns first."""
+SMALLEST_SHARD_GB, LARGEST_SHARD_GB = 0.00001, 10_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt_environment()
     try:
         return _run(args)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was written has been removed", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
         args.output,
         form,
         Selection(tuple(args.include or ("*",)), tuple(args.ignore)),
-        _input_scales(args, form.largest_input, calibration),
+        _input_scales(args, form, calibration),
         int(args.shard_gb * 1e9),
         _rounding(args.rounding, calibration),
         _prepare(calibration, form.scheme) if args.rounding in SCALED else None,
@@ -132,6 +136,10 @@ def _format(args: argparse.Namespace) -> Format:
     sources = [f"--{name.replace('_', '-')}" for name in ("calibrate", "input_scales") if getattr(args, name)]
     if len(sources) > 1:
         raise UserError(f"{' and '.join(sources)} both give the activations' factors; choose one")
+    if not args.output:
+        raise UserError("--output is empty; name a directory")
+    if not SMALLEST_SHARD_GB <= args.shard_gb <= LARGEST_SHARD_GB:
+        raise UserError(f"--shard-gb must be from {SMALLEST_SHARD_GB} to {LARGEST_SHARD_GB:,}; got {args.shard_gb:g}")
     if args.calibration_tokens < 1:
         raise UserError(f"--calibration-tokens must be positive; got {args.calibration_tokens}")
     if args.static_activations:
@@ -175,7 +183,7 @@ class _CalibrationOnce:
         return self.result
 
 
-def _input_scales(args: argparse.Namespace, largest_input: float, calibration: _CalibrationOnce) -> InputScales:
+def _input_scales(args: argparse.Namespace, form: Format, calibration: _CalibrationOnce) -> InputScales:
     if args.calibrate is None:
         given = {} if args.input_scales is None else _read_scales(args.input_scales)
         return lambda modules: given
@@ -183,10 +191,10 @@ def _input_scales(args: argparse.Namespace, largest_input: float, calibration: _
     def measure(modules: Collection[str]) -> dict[str, float]:
         measured = calibration.get()
         line = f"{args.calibrate}: {measured.num_tokens} tokens of {measured.num_prompts} prompts"
-        if unreached := measured.unreached.intersection(modules):
+        if form.static_input and (unreached := measured.unreached.intersection(modules)):
             line += f"; no token reached {len(unreached)} modules of experts: they get the largest factor of the others"
         print(line)
-        return {module: value / largest_input for module, value in measured.largest.items()}
+        return {module: value / form.largest_input for module, value in measured.largest.items()}
 
     return measure
 
@@ -240,7 +248,7 @@ def _read_scales(path: str) -> dict[str, float]:
     try:
         with open(path) as file:
             scales = json.load(file)
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # not readable, no text, or no JSON
         raise UserError(f"--input-scales {path}: {error}") from error
     if not isinstance(scales, dict) or not all(isinstance(s, int | float) and s > 0 for s in scales.values()):
         raise UserError(f'--input-scales {path}: expected an object of positive numbers, {{"module": factor}}')

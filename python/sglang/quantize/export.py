@@ -6,11 +6,13 @@ import fnmatch
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -35,6 +37,8 @@ NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router"
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
 """Modules that servers multiply as one: they share the factor that covers a whole matrix."""
+PARTIAL = ".part"
+"""Suffix of weights that are not all written."""
 NOT_COPIED = (INDEX_NAME, GGUF_INDEX)
 """Files of the source that say where its weights are."""
 UNCALIBRATED_INPUT_SCALE = 2.0**-4
@@ -99,43 +103,70 @@ def export(
     """
     folder, out = resolve_model_path(source, flag="The model"), Path(target)
     config = _source_config(folder)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} exists and is not empty; choose another output directory")
+    _check_target(out)
     checkpoint = find_checkpoint(str(folder), torch.bfloat16)
     modules = _linear_shapes(checkpoint)
     chosen = {m for m, shape in modules.items() if selection.takes(m) and _divisible(form.scheme, shape)}
     if not chosen:
         raise UserError(f"{folder}: no weight that matches can be stored as {form.scheme.name}")
     report = Report(sorted(chosen), sorted(modules.keys() - chosen))
-    measured = {} if input_scales is None else input_scales(report.quantized)
-    scales = measured if form.static_input else {}
-    report.unmeasured = [module for module in report.quantized if form.static_input and module not in scales]
-    if report.unmeasured and not form.scheme.global_scale:
-        raise UserError(f"static activations: no scale was measured of {format_names(set(report.unmeasured))}")
-    factors = _shared_factors(checkpoint, chosen) if form.scheme.global_scale else {}
-    changes = {} if prepare is None else prepare(config, checkpoint, chosen)
-    out.mkdir(parents=True, exist_ok=True)
-    writer = _ShardWriter(out, shard_bytes)
-    with tqdm(total=checkpoint.total_bytes(), desc="Quantizing", unit="B", unit_scale=True) as progress:
-        for name, _, file in checkpoint.tensors():
-            tensor = file.get_tensor(name)
-            report.bytes_before += tensor.nbytes
-            progress.update(tensor.nbytes)
-            module = name.removesuffix(".weight")
-            if name in changes:
-                dtype, tensor = tensor.dtype, changes[name].apply(tensor)
-                tensor = tensor if module in chosen else tensor.to(dtype)
-            if module in chosen and name != module:
-                q = rounding(module, tensor, form.scheme, factors.get(module))
-                report.weight_squares += tensor.float().square().sum().item()
-                report.error_squares += (dequantize(q, form.scheme) - tensor).square().sum().item()
-                tensors = _tensors(q, tensor, module, form, scales)
-                writer.add({f"{module}.{leaf}": value for leaf, value in tensors.items()})
-            else:
-                writer.add({name: tensor})
-    report.bytes_after = writer.finish()
-    _write_configs(folder, out, config, form, report.kept)
+    with _written_whole(out):
+        measured = {} if input_scales is None else input_scales(report.quantized)
+        scales = measured if form.static_input else {}
+        report.unmeasured = [module for module in report.quantized if form.static_input and module not in scales]
+        if report.unmeasured and not form.scheme.global_scale:
+            raise UserError(f"static activations: no scale was measured of {format_names(set(report.unmeasured))}")
+        factors = _shared_factors(checkpoint, chosen) if form.scheme.global_scale else {}
+        changes = {} if prepare is None else prepare(config, checkpoint, chosen)
+        writer = _ShardWriter(out, shard_bytes)
+        with tqdm(total=checkpoint.total_bytes(), desc="Quantizing", unit="B", unit_scale=True) as progress:
+            for name, _, file in checkpoint.tensors():
+                tensor = file.get_tensor(name)
+                report.bytes_before += tensor.nbytes
+                progress.update(tensor.nbytes)
+                module = name.removesuffix(".weight")
+                if name in changes:
+                    dtype, tensor = tensor.dtype, changes[name].apply(tensor)
+                    tensor = tensor if module in chosen else tensor.to(dtype)
+                if module in chosen and name != module:
+                    q = rounding(module, tensor, form.scheme, factors.get(module))
+                    report.weight_squares += tensor.float().square().sum().item()
+                    report.error_squares += (dequantize(q, form.scheme) - tensor).square().sum().item()
+                    tensors = _tensors(q, tensor, module, form, scales)
+                    writer.add({f"{module}.{leaf}": value for leaf, value in tensors.items()})
+                else:
+                    writer.add({name: tensor})
+        report.bytes_after = writer.finish()
+        _write_configs(folder, out, config, form, report.kept)
     return report
+
+
+def _check_target(out: Path) -> None:
+    """Raises UserError for a target that is no empty directory."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another output directory")
+    if not out.exists() or not (found := list(out.iterdir())):
+        return
+    if all(path.suffix == PARTIAL for path in found):
+        raise UserError(f"{out} has only what an interrupted run left behind; remove that directory")
+    raise UserError(f"{out} exists and is not empty; choose another output directory")
+
+
+@contextmanager
+def _written_whole(out: Path) -> Iterator[None]:
+    """Makes the directory. Removes it if the body fails or is interrupted, and raises UserError where files cannot be
+    written or read."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {out}: {error.strerror}") from error
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise UserError(f"this did not finish, and {out} was removed: {error}") from error
+        raise
 
 
 def _source_config(folder: Path) -> Config:
@@ -215,7 +246,7 @@ class _ShardWriter:
         self._pending = {}
 
     def _partial(self, index: int) -> Path:
-        return self.folder / f"model-{index:05d}.safetensors.part"
+        return self.folder / f"model-{index:05d}.safetensors{PARTIAL}"
 
     def finish(self) -> int:
         """Names the files, now that their number is known. Returns the bytes of all tensors."""

@@ -15,7 +15,7 @@ from sglang.srt.kernels.spec import KernelSpec
 from sglang.srt.kernels.tables import TABLES
 
 BLOCKS = Path(importlib.import_module("sglang.srt.blocks").__path__[0])
-DECLARING = ["sglang.srt.layers.ops", "sglang.srt.layers.moe.slot_ops"] + [
+DECLARING = ["sglang.srt.layers.ops", "sglang.srt.layers.moe.slot_ops", "sglang.srt.layers.moe.cpu_experts.ops"] + [
     ".".join(("sglang.srt.blocks", *path.relative_to(BLOCKS).with_suffix("").parts))
     for path in sorted(BLOCKS.rglob("*.py"))
     if "Op(" in path.read_text(encoding="utf-8")

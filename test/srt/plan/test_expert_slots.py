@@ -195,6 +195,15 @@ def test_threads_without_experts_in_main_memory_are_noted() -> None:
 
 
 def test_experts_that_cpus_have_no_kernel_for() -> None:
-    assert "--kt-cpuinfer: CPUs compute experts of models in bfloat16, not float16" in refusal(
-        dtype="float16", kt_cpuinfer=8
-    )
+    said = refusal(dtype="float16", kt_cpuinfer=8)
+    assert "--kt-cpuinfer: CPUs compute experts of models in bfloat16, not float16. Add --dtype bfloat16, or" in said
+
+
+def test_more_threads_than_a_rank_can_have_are_refused() -> None:
+    assert "--kt-cpuinfer 1000000000: a rank has at most 256 threads; use at most 256." in refusal(kt_cpuinfer=10**9)
+    assert "use at most 513." in refusal(kt_cpuinfer=514, tp_size=2)
+
+
+def test_tables_of_a_model_on_a_cpu_are_in_main_memory_anyway() -> None:
+    made = plan("Qwen3-30B-A3B", "cpu", free=100, embed_in_main_memory=True)
+    assert "--embed-in-main-memory has no effect: on a CPU all weights lie in main memory" in made.warnings

@@ -63,7 +63,17 @@ class ImageClass:
     processor: tuple[str, str, dict[str, Any]]
 
 
+_CROPPED = {"size": {"height": 28, "width": 28}, "max_patches": 6}
+_ANY_SIZE = {"model_type": "pixtral", "image_size": 84, "head_dim": 16}
 CLASSES = {
+    "aya_vision": ImageClass(
+        "AyaVision", "cohere2", {"model_type": "siglip_vision_model"}, {"downsample_factor": 2},
+        ("got_ocr2", "GotOcr2ImageProcessor", _CROPPED),
+    ),
+    "lighton_ocr": ImageClass(
+        "LightOnOcr", "qwen3", _ANY_SIZE, {"spatial_merge_size": 2},
+        ("pixtral", "PixtralImageProcessor", {"size": {"longest_edge": 70}, "patch_size": {"height": 14, "width": 14}}),
+    ),
     "llava": ImageClass(
         "Llava", "llama", {"model_type": "clip_vision_model"}, {},
         ("clip", "CLIPImageProcessor", {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}),
@@ -80,10 +90,10 @@ CLASSES = {
     ),
     "internvl": ImageClass(
         "InternVL", "qwen2", {"image_size": [28, 28], "patch_size": [7, 7]}, {"downsample_ratio": 0.5},
-        ("got_ocr2", "GotOcr2ImageProcessor", {"size": {"height": 28, "width": 28}, "max_patches": 6}),
+        ("got_ocr2", "GotOcr2ImageProcessor", _CROPPED),
     ),
     "mistral3": ImageClass(
-        "Mistral3", "mistral", {"model_type": "pixtral", "image_size": 84, "head_dim": 16}, {"spatial_merge_size": 2},
+        "Mistral3", "mistral", _ANY_SIZE, {"spatial_merge_size": 2},
         ("pixtral", "PixtralImageProcessor", {"size": {"longest_edge": 70}, "patch_size": {"height": 14, "width": 14}}),
     ),
 }  # fmt: skip
@@ -170,7 +180,7 @@ class ShownPrompt:
             return {}
         folder, name, settings = CLASSES[self.name].processor
         module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
-        more = {"crop_to_patches": True} if self.name == "internvl" else {}
+        more = {"crop_to_patches": True} if folder == "got_ocr2" else {}
         made = getattr(module, f"{name}Pil")(**settings)([self.pictures], return_tensors="pt", **more)
         return {key: value for key, value in made.items() if key != "num_patches"}
 

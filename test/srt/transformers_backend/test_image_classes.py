@@ -3,8 +3,10 @@ pictures that their own image processors prepare."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +56,7 @@ class Seeing:
 
 
 QUICK = ("llava", "smolvlm", "internvl", "mistral3")
-"""The others have the forms of these: tiles with texts, and a run a row."""
+"""The others have the forms of these, with other texts around runs."""
 
 
 @pytest.fixture(
@@ -98,6 +100,48 @@ def test_prefixes_are_known_by_the_picture(seeing: Seeing) -> None:
     assert cached >= len(first.ids) - 1 and encoded(scheduler) == 1
     seeing.check(scheduler, other)
     assert scheduler.stats._cached - cached == 3 + other.seen[0][1][0][0] - 3 and encoded(scheduler) == 2
+
+
+MARKS: dict[str, dict[str, Any]] = {
+    "aya_vision": {
+        "start_of_img_token": "<|START_OF_IMG|>",
+        "end_of_img_token": "<|END_OF_IMG|>",
+        "tile_token": "TILE",
+        "tile_global_token": "TILE_GLOBAL",
+        "img_patch_token": "#",
+        "img_size": 28,
+        "patch_size": 14,
+    },
+    "idefics3": {
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_tag": "<global-img>",
+        "image_token": "#",
+        "image_seq_len": 4,
+    },
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "image_token": "#",
+        "image_seq_length": 4,
+    },
+}
+"""What the processors of transformers have of their tokenizers. # is a placeholder."""
+
+
+@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.parametrize("size", [(90, 40), (20, 24)])
+def test_texts_around_pictures_are_those_of_transformers(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    save_image_class(name, tmp_path)
+    views = views_of(tmp_path, picture(1, *size))
+    ours = "".join("#" * part if isinstance(part, int) else part for part in views.parts)
+    folder, kind, settings = CLASSES[name].processor
+    images = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    asked = {"return_row_col_info": True} if name == "idefics3" else {"crop_to_patches": True}
+    made = getattr(images, f"{kind}Pil")(**settings)(picture(1, *size), return_tensors="np", **asked)
+    texts = importlib.import_module(f"transformers.models.{name}.processing_{name}")
+    write = getattr(texts, f"{CLASSES[name].architecture}Processor").replace_image_token
+    assert write(SimpleNamespace(**MARKS[name]), made, 0) == ours
+    assert ours.count("#") == sum(patches.num_tokens for patches in views.patches)
 
 
 def test_text_alone_needs_no_encoder(tmp_path: Path) -> None:

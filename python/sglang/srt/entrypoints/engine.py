@@ -131,11 +131,8 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """Returns all resolved flags, the plan, and `internal_states` of the schedulers."""
-        return {
-            **self.server_args.public_dict(),
-            **self._manager.scheduler_info,
-            "internal_states": self._run(self._manager.internal_states()),
-        }
+        states = self._run(self._manager.internal_states())  # their answer follows the message that has the plan
+        return {**self.server_args.public_dict(), **self._manager.scheduler_info, "internal_states": states}
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -15,6 +15,9 @@ from sglang.srt.plan.expert_slot_plan import CHANNEL_RATE, FETCHED, MainMemory
 from sglang.srt.plan.model_description import ModelDescription
 
 FLAG = "--kt-cpuinfer"
+DTYPE = "bfloat16"
+MAX_THREADS = 256
+"""Of a rank, as in pool.c."""
 THREAD_RATE = 5e9
 """Bytes of weights a second that a thread computes with, of four bits each; of others it is more."""
 READ_SHARE, BOTH_SHARE = 0.7, 0.85
@@ -37,8 +40,8 @@ class CpuRate:
 
 def why_not_on_cpus(scheme: Scheme | None, dtype: str) -> str:
     """Returns why CPUs cannot compute experts of this form; "" if they can."""
-    if dtype != "bfloat16":
-        return f"CPUs compute experts of models in bfloat16, not {dtype}"
+    if dtype != DTYPE:
+        return f"CPUs compute experts of models in {DTYPE}, not {dtype}"
     if scheme is not None and scheme.group[1] not in ELEMENTS.get(scheme.element, ()):
         return f"CPUs have no kernel for experts in {scheme.name}"
     return ""
@@ -50,7 +53,8 @@ def check_experts(model: ModelDescription, dtype: str) -> None:
         return
     quant = model.expert_quant
     if problem := why_not_on_cpus(quant.format if quant else None, dtype):
-        raise UserError(f"{FLAG}: {problem}. Remove the flag, or pass 0.")
+        advice = f"Add --dtype {DTYPE}, or remove the flag" if dtype != DTYPE else "Remove the flag, or pass 0"
+        raise UserError(f"{FLAG}: {problem}. {advice}.")
 
 
 def with_cpus(model: ModelDescription, threads: int) -> ModelDescription:
@@ -60,8 +64,13 @@ def with_cpus(model: ModelDescription, threads: int) -> ModelDescription:
 
 
 def threads_of_rank(asked: int | None, processes: int) -> int:
-    """Returns the threads of each of the ranks of a machine of those that a flag asks for."""
-    return max(1, asked // processes) if asked else 0
+    """Returns the threads of each of the ranks of a machine of those that a flag asks for. Raises UserError for more
+    than a rank can have."""
+    threads = max(1, asked // processes) if asked else 0
+    if threads > MAX_THREADS:
+        most = (MAX_THREADS + 1) * processes - 1
+        raise UserError(f"{FLAG} {asked}: a rank has at most {MAX_THREADS} threads; use at most {most}.")
+    return threads
 
 
 def with_threads(rate: float, threads: int, main_memory: MainMemory, processes: int) -> CpuRate:

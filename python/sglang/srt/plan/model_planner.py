@@ -117,8 +117,9 @@ class ModelPlanner:
         model = with_slots(model, self.slots)
         if args.kt_cpuinfer:
             check_experts(model, self.model.dtype)
+            threads = threads_of_rank(args.kt_cpuinfer, processes_of(args, ranks))
             if self.slots is not None:
-                model = with_cpus(model, threads_of_rank(args.kt_cpuinfer, processes_of(args, ranks)))
+                model = with_cpus(model, threads)
         if self.served:
             model.require_served()
         check_layout(model, ranks)

@@ -45,10 +45,10 @@ def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConf
 
 
 def flag_notes(
-    args: ServerArgs, model: ModelDescription, capacity: Capacity, in_main_memory: bool = False
+    args: ServerArgs, model: ModelDescription, capacity: Capacity, in_main_memory: bool = False, on_cpu: bool = False
 ) -> tuple[str, ...]:
     """Returns notes about flags that cannot be followed, where a server starts nevertheless. in_main_memory: the
-    experts are."""
+    experts are. on_cpu: the server runs there."""
     notes, tokens, page_size = [], capacity.max_total_num_tokens, capacity.sizes.page_size
     if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
         notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
@@ -61,6 +61,12 @@ def flag_notes(
             f"--kt-cpuinfer {args.kt_cpuinfer} has no effect: no experts lie in main memory, where"
             " --enable-paged-experts puts them"
         )
+    if on_cpu:
+        asked = {
+            "--embed-in-main-memory": args.embed_in_main_memory,
+            "--ple-offload-embedding": args.ple_offload_embedding,
+        }
+        notes += [f"{name} has no effect: on a CPU all weights lie in main memory" for name, on in asked.items() if on]
     if args.cpu_offload_gb and not in_main_memory:
         memory = capacity.memory
         notes.append(

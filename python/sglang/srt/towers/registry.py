@@ -24,7 +24,7 @@ from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower, describe_muse_
 from sglang.srt.towers.qwen2_5_vl.spec import Qwen2_5VLTower, describe_qwen2_5_vl
 from sglang.srt.towers.qwen3_vl.spec import Qwen3VLTower, describe_qwen3_vl
 from sglang.srt.towers.step3p7.spec import Step3Tower, describe_step3
-from sglang.srt.towers.transformers_class.spec import MODEL_TYPES, ClassTower, describe_class_tower
+from sglang.srt.towers.transformers_class.spec import MODEL_TYPES, WITH_OTHER_TEXT, ClassTower, describe_class_tower
 
 _TOWERS = "sglang.srt.towers"
 
@@ -199,12 +199,21 @@ TOWERS = (
     ),
     TowerRecord(
         processor=f"{_TOWERS}.transformers_class.processor",
-        model_types=MODEL_TYPES,
+        model_types=tuple(kind for kind in MODEL_TYPES if kind not in WITH_OTHER_TEXT),
         describe=describe_class_tower,
         tower=ClassTower,
         encoder="sglang.srt.models.transformers_backend.images:ClassEncoder",
         by_class=True,
         prompt=PromptForm(reads_videos=False),
+    ),
+    TowerRecord(
+        processor=f"{_TOWERS}.transformers_class.processor",
+        model_types=WITH_OTHER_TEXT,
+        describe=describe_class_tower,
+        tower=ClassTower,
+        encoder="sglang.srt.models.transformers_backend.images:ClassEncoder",
+        by_class=True,
+        prompt=PromptForm(reads_videos=False, image_text="<|IMG_PATCH|>", picture_text="<image>"),
     ),
 )
 """Models with an image encoder that is implemented; others are served for text alone."""

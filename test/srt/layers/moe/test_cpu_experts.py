@@ -130,6 +130,12 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         library.compile_library()
 
 
+def test_machines_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(UserError, match="for x86-64, and this machine is aarch64"):
+        library.compile_library()
+
+
 def request_of(hidden: int) -> Request:
     parts = {
         "ids": torch.zeros(MAX_PAIRS, dtype=torch.int32),
@@ -203,6 +209,28 @@ def test_cpus_that_do_not_answer_in_time_end_the_process() -> None:
     script = STUCK.format(path=[str(Path(__file__).parents[3])])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 70 and "has waited for CPUs longer than 0.0001 s" in done.stderr, done.stderr
+
+
+FEW_THREADS = """
+import resource, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from srt.layers.moe import test_cpu_experts as tests
+tests.CpuExpertPool([-1], 16, 128).close()
+room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (100 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+try:
+    tests.CpuExpertPool([-1] * 200, 16, 128)
+except tests.UserError as error:
+    print(error)
+"""
+
+
+def test_threads_that_the_system_does_not_start() -> None:
+    """No step waits for them. Stacks of 200 threads are more than the process may have."""
+    script = FEW_THREADS.format(path=[str(Path(__file__).parents[3])])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert "--kt-cpuinfer: the system starts no 200 threads for a rank; use fewer" in done.stdout, done.stderr
 
 
 # --- a layer ----------------------------------------------------------------------------------------------------------

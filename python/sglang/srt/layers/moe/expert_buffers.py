@@ -84,7 +84,8 @@ class ExpertBuffers:
             by_form.setdefault(form, []).append(each)
         self.pools = [ExpertPool(layers, device) for layers in by_form.values()]
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)
+            # Before others: programs of a product that has begun would otherwise take every processor until it ends.
+            self.stream = torch.cuda.Stream(device, priority=-1)
 
     def forget_copies_ahead(self) -> None:
         """Begins a step: graphs may have written to the buffers since the last one."""

@@ -6,6 +6,7 @@ Nothing else imports transformers' model code, and this is imported only where s
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,10 +86,16 @@ def config_of(request: ClassRequest, model: type[Any]) -> Any:
 
 
 def _own(request: ClassRequest, key: str) -> Any:
-    """Returns a class that the model's directory brings."""
+    """Returns a class that the model's directory brings. Raises UserError."""
     if not request.trust_remote_code:
         raise UserError(
             f"The model in {request.directory} brings its own Python code. If you trust it, pass --trust-remote-code."
+        )
+    file = f"{request.own_code[key].rpartition('.')[0]}.py"
+    if "--" not in file and not Path(request.directory, file).exists():  # with "--" another repository has it
+        raise UserError(
+            f"config.json names the Python code {file}, which is not in {request.directory}. Copy it there from the"
+            " model's repository."
         )
     return get_class_from_dynamic_module(request.own_code[key], request.directory)
 

@@ -63,7 +63,7 @@ class ClassEncoder:
         counts = [math.prod(grid) for grid in grids]
         if self.tower.tile is None:
             parts = zip(pixels.split(counts), grids, strict=True)
-            return [self._of_tiles(part, (rows, columns)) for part, (rows, _, columns) in parts]
+            return [self._of_tiles(part, (runs * rows, columns)) for part, (runs, rows, columns) in parts]
         height, width = self.tower.tile
         features = self._of_tiles(pixels, (height // self.tower.cell, width // self.tower.cell))
         return [part.clone() for part in features.split(counts)]  # so that they can be freed separately

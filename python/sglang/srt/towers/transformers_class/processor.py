@@ -19,7 +19,7 @@ from sglang.srt.towers.pictures.patch_types import as_type
 from sglang.srt.towers.pictures.patches import Patches, Settings
 from sglang.srt.towers.pictures.processor import Processor, Views
 from sglang.srt.towers.pictures.video import MediaError
-from sglang.srt.towers.transformers_class.spec import ROWS_OF_CELLS, describe_class_tower
+from sglang.srt.towers.transformers_class.spec import ANY_SIZE, describe_class_tower
 
 _CLASSES = {
     "CLIPImageProcessor": "clip",
@@ -30,7 +30,7 @@ _CLASSES = {
     "SmolVLMImageProcessor": "smolvlm",
 }
 """Folder in transformers of each image processor that can prepare pictures here."""
-_FORM, _SIDES = "prompt_form", "sides"
+_FORM, _SIDES, _ANY_SIZE = _OURS = ("prompt_form", "sides", "any_size")
 """Settings that config.json adds to those of the processor's file."""
 
 Written = tuple[tuple[int, int, int], list[str | int]]
@@ -51,6 +51,13 @@ def _line_by_line(tiles: int, rows: int, columns: int, more: Mapping[str, Any]) 
     return (rows, 1, columns), [part for end in ends for part in (columns, end)]
 
 
+def _numbered_tiles(tiles: int, rows: int, columns: int, more: Mapping[str, Any]) -> Written:
+    """Writes the number of each tile before its run, and the whole picture last."""
+    texts = [*(f"TILE_{number}" for number in range(1, tiles)), "TILE_GLOBAL"]
+    texts[0] = f"<|START_OF_IMG|>{texts[0]}"
+    return (tiles, rows, columns), [part for text in texts for part in (text, rows * columns)] + ["<|END_OF_IMG|>"]
+
+
 def _tile_by_tile(tiles: int, rows: int, columns: int, more: Mapping[str, Any]) -> Written:
     """Writes the place of each tile before its run, and the whole picture last."""
     down, across, fake = more["rows"][0][0], more["cols"][0][0], "<fake_token_around_image>"
@@ -62,11 +69,15 @@ def _tile_by_tile(tiles: int, rows: int, columns: int, more: Mapping[str, Any]) 
     return (tiles, rows, columns), [part for text in texts for part in (text, rows * columns)] + [fake]
 
 
+_BY_ROWS = "rows"
+"""Form of images of any size, with a run for each row."""
 _FORMS: Mapping[str, tuple[Callable[..., Written], Mapping[str, Any]]] = {
+    "aya_vision": (_numbered_tiles, {"crop_to_patches": True}),
     "idefics3": (_tile_by_tile, {"return_row_col_info": True}),
     "internvl": (_between_marks, {"crop_to_patches": True}),
+    "lighton_ocr": (_one_run, {}),
     "llava": (_one_run, {}),
-    ROWS_OF_CELLS: (_line_by_line, {}),
+    _BY_ROWS: (_line_by_line, {}),
     "smolvlm": (_tile_by_tile, {"return_row_col_info": True}),
 }
 """How prompts show an image, and what is asked of the image processor, by the form's name."""
@@ -74,10 +85,9 @@ _FORMS: Mapping[str, tuple[Callable[..., Written], Mapping[str, Any]]] = {
 
 def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     vision = ConfigReader(config["vision_config"], "config.json vision_config")
-    in_rows = vision.values.get("model_type") == ROWS_OF_CELLS
-    form = ROWS_OF_CELLS if in_rows else str(config.get("model_type"))
-    tower = describe_class_tower(ConfigReader(config, "config.json"), vision)
-    return {_FORM: form, _SIDES: (tower.patch, tower.cell)}
+    tower, kind = describe_class_tower(ConfigReader(config, "config.json"), vision), str(config.get("model_type"))
+    by_rows = vision.values.get("model_type") == ANY_SIZE and kind != "lighton_ocr"
+    return {_FORM: _BY_ROWS if by_rows else kind, _SIDES: (tower.patch, tower.cell), _ANY_SIZE: tower.tile is None}
 
 
 def _class_of(settings: Settings) -> str:
@@ -95,8 +105,8 @@ def _check(settings: Settings) -> None:
 def _by_its_class(settings: Settings, dtype: str) -> Callable[[Image.Image], Views]:
     (patch, cell), name = settings[_SIDES], _class_of(settings)
     write, asked = _FORMS[settings[_FORM]]
-    kept = {key: value for key, value in settings.items() if key not in (_FORM, _SIDES)}
-    if settings[_FORM] == ROWS_OF_CELLS:  # the picture has whole cells
+    kept = {key: value for key, value in settings.items() if key not in _OURS}
+    if settings[_ANY_SIZE]:  # the picture has whole cells
         kept["patch_size"] = {"height": cell, "width": cell}
     folder = _CLASSES[name]
     processor = transformers_class(f"{folder}.image_processing_pil_{folder}", f"{name}Pil", kept)

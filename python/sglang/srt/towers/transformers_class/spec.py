@@ -18,22 +18,26 @@ from sglang.srt.towers.base.spec import Cut, NamedShape, Tower
 if TYPE_CHECKING:
     from typing import Self
 
-ROWS_OF_CELLS = "pixtral"
-"""Type of a vision_config whose images have any number of rows and columns of cells, and a run for each row."""
+ANY_SIZE = "pixtral"
+"""Type of a vision_config whose images have any number of rows and columns of cells."""
 _PATCHES_AT_ONCE = 4096
 """Most patches of the tiles that a call of the class encodes together; a larger tile is encoded by itself."""
 _STREAMS = 16
 """Values of a patch that a layer holds at a time, in hidden sizes."""
 
 _CELL_SIDES: Mapping[str, Callable[[ConfigReader], int]] = {
+    "aya_vision": lambda outer: outer.positive("downsample_factor", 2),
     "idefics3": lambda outer: outer.positive("scale_factor", 2),
     "internvl": lambda outer: round(1 / max(outer.default("downsample_ratio", float, 0.5), 1e-3)),
+    "lighton_ocr": lambda outer: outer.positive("spatial_merge_size", 2),
     "llava": lambda outer: 1,
     "mistral3": lambda outer: outer.positive("spatial_merge_size", 1),
     "smolvlm": lambda outer: outer.positive("scale_factor", 4),
 }
 """Patches a side of a cell, by model type."""
 MODEL_TYPES = tuple(_CELL_SIDES)
+WITH_OTHER_TEXT = ("aya_vision",)
+"""Those whose templates write another text for an image than its placeholder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +83,10 @@ def describe_class_tower(outer: ConfigReader, vision: ConfigReader) -> ClassTowe
     patch, side = _sides(vision, "patch_size")[0], _CELL_SIDES[str(outer.values.get("model_type"))](outer)
     height, width = (pixels // patch * patch for pixels in _sides(vision, "image_size"))
     cell, patches = patch * side, (height // patch) * (width // patch)
-    in_rows = vision.values.get("model_type") == ROWS_OF_CELLS
-    if not in_rows and (height % cell or width % cell or not height or not width):
+    any_size = vision.values.get("model_type") == ANY_SIZE
+    if not any_size and (height % cell or width % cell or not height or not width):
         raise UserError(f"{vision.source}: {height} x {width} pixels are no squares of {cell} a side, one a token.")
-    tiles = 1 if in_rows else max(1, _PATCHES_AT_ONCE // patches)
+    tiles = 1 if any_size else max(1, _PATCHES_AT_ONCE // patches)
     hidden, layers = vision.positive("hidden_size"), vision.positive("num_hidden_layers")
     kind = str(outer.values.get("model_type"))
     return ClassTower(
@@ -95,8 +99,8 @@ def describe_class_tower(outer: ConfigReader, vision: ConfigReader) -> ClassTowe
         out_size=ConfigReader(outer.default("text_config", dict, {}), "config.json text_config").count("hidden_size"),
         patch=patch,
         cell=cell,
-        tile=None if in_rows else (height, width),
-        call_values=tiles * patches * hidden * (layers + _STREAMS) + (patches**2 if in_rows else 0),
+        tile=None if any_size else (height, width),
+        call_values=tiles * patches * hidden * (layers + _STREAMS) + (patches**2 if any_size else 0),
         tiles_at_once=tiles,
         in_lists=kind in ("idefics3", "smolvlm"),
     )

@@ -27,6 +27,7 @@ FILES: dict[str, tuple[str, ...]] = {"pool.c": (), "kernels_avx2.c": AVX2, "kern
 OPTIONS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fPIC", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
 ERROR_LINES = 6
+MACHINES = ("x86_64", "AMD64")
 
 
 class Matrix(ctypes.Structure):
@@ -71,15 +72,6 @@ def find_compiler() -> str | None:
     return shutil.which(asked) if asked else next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def why_not() -> str:
-    """Returns why CPUs cannot compute experts here; "" if they can. Compiles nothing."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"there are kernels for x86-64, and this machine is {platform.machine()}"
-    if find_compiler() is None:
-        return "there is no C compiler (install gcc, or set CC)"
-    return ""
-
-
 def _library_file(compiler: str) -> Path:
     """Returns where the library is kept that these sources and options make."""
     digest = hashlib.sha256(repr((FILES, OPTIONS, compiler)).encode())
@@ -90,7 +82,9 @@ def _library_file(compiler: str) -> Path:
 
 def compile_library() -> Path:
     """Compiles the library unless that has been done, and returns its file. Raises UserError."""
-    compiler = find_compiler()
+    compiler, machine = find_compiler(), platform.machine()
+    if machine not in MACHINES:
+        raise UserError(f"CPUs cannot compute experts: there are kernels for x86-64, and this machine is {machine}")
     if compiler is None:
         raise UserError("CPUs cannot compute experts: there is no C compiler (install gcc, or set CC)")
     to = _library_file(compiler)
@@ -125,7 +119,7 @@ def load_library() -> ctypes.CDLL:
             ctypes.c_int, [pointer, ctypes.POINTER(Matrix), ctypes.POINTER(Matrix), ctypes.POINTER(Activated)],
         ),
         "run": (ctypes.c_int, [pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int, *[pointer] * 4]),
-        "connect": (None, [pointer, ctypes.POINTER(Mailbox), ctypes.c_double, ctypes.c_double]),
+        "connect": (ctypes.c_int, [pointer, ctypes.POINTER(Mailbox), ctypes.c_double, ctypes.c_double]),
         "totals": (None, [pointer, pointer]),
         "destroy": (None, [pointer]),
         "sizes": (None, [pointer]),

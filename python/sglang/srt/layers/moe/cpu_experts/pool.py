@@ -14,7 +14,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.cpu_experts.library import Activated, Mailbox, Matrix, load_library
 from sglang.srt.layers.moe.cpu_experts.ops import Request
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
-from sglang.srt.plan.cpu_experts import why_not_on_cpus
+from sglang.srt.plan.cpu_experts import FLAG, why_not_on_cpus
 
 BF16, E4M3, E2M1_PACKED, E2M1_PLANES, E2M1_PAIRS, INT4_PLANES, INT4_ZEROS = range(7)
 """`enum element` of experts.h."""
@@ -85,7 +85,10 @@ class CpuExpertPool:
         numbers = (ctypes.c_int * len(cpus))(*cpus)
         self._pool = library.cpu_experts_create(len(cpus), numbers, max_tokens, max_pairs, int(avx2))
         if not self._pool:
-            raise UserError(f"CPUs cannot compute experts with {len(cpus)} threads")
+            raise UserError(
+                f"{FLAG}: the system starts no {len(cpus)} threads for a rank; use fewer, or raise the limit of"
+                " processes (ulimit -u, docker run --pids-limit)"
+            )
         self._weights: list[ExpertWeights] = []
         self.close = weakref.finalize(self, library.cpu_experts_destroy, self._pool)
 
@@ -114,11 +117,13 @@ class CpuExpertPool:
 
     def connect(self, request: Request, deadline: float, bus_rate: float) -> None:
         """Answers requests that come by the doorbell from now on. `bus_rate`: bytes a second at which the GPU copies
-        experts; 0: its share stays. A request that takes longer than `deadline` seconds ends the process."""
+        experts; 0: its share stays. A request that takes longer than `deadline` seconds ends the process. Raises
+        UserError."""
         parts = (request.words, request.ids, request.weights, request.x, request.results)
         mailbox = Mailbox(*(ctypes.c_void_p(part.data_ptr()) for part in parts))
         self._request = request  # threads read it
-        self.library.cpu_experts_connect(self._pool, mailbox, deadline, bus_rate)
+        if self.library.cpu_experts_connect(self._pool, mailbox, deadline, bus_rate):
+            raise UserError(f"{FLAG}: the system starts no more threads; raise the limit of processes (ulimit -u)")
 
     def totals(self) -> PoolTotals:
         """Returns what has been done. Of a pool with a doorbell bytes and time are those of the last seconds."""

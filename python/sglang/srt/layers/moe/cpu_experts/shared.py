@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.cpu_cores import threads_on_cores
+from sglang.srt.hardware.cpu_cores import cores, threads_on_cores
 from sglang.srt.layers.moe.cpu_experts import ops
 from sglang.srt.layers.moe.cpu_experts.doorbell import Doorbell
 from sglang.srt.layers.moe.cpu_experts.ops import DONE, FETCHED, MAX_PAIRS, MAX_TOKENS, WHOLE, Request
 from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool, PoolTotals
 from sglang.srt.mem_cache.main_memory import device_address, map_memory, register
+from sglang.srt.plan.cpu_experts import FLAG
+
+logger = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
 """Seconds after which a process ends whose CPUs have not answered."""
@@ -33,6 +38,11 @@ class CpuExperts:
             if self.hidden != hidden:
                 raise UserError(f"CPUs compute experts of layers with one hidden size, not {self.hidden} and {hidden}")
             return self.pool
+        if threads > (usable := len(cores())):
+            logger.warning(
+                "%s: a rank has %d threads and may use %d physical cores; more threads than cores are slower",
+                FLAG, threads, usable,
+            )  # fmt: skip
         self.pool, self.hidden = CpuExpertPool(threads_on_cores(threads), MAX_TOKENS, MAX_PAIRS), hidden
         sizes = {"words": 4 * ops.WORDS, "ids": 4 * MAX_PAIRS, "weights": 4 * MAX_PAIRS}
         sizes |= {"x": 2 * MAX_TOKENS * hidden, "results": 4 * MAX_TOKENS * hidden}

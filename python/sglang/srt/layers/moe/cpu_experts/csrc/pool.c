@@ -353,7 +353,23 @@ static void *aligned(size_t bytes) {
     return memory;
 }
 
-/* Returns a pool of `threads`, the caller's among them; `cpus` of each, -1: any. NULL if the CPU runs no kernels. */
+/* Ends the threads and frees the pool. */
+void cpu_experts_destroy(struct pool *p) {
+    atomic_store(&p->stopping, 1);
+    pthread_mutex_lock(&p->lock);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->lock);
+    if (p->rung) pthread_join(p->coordinator, NULL), pthread_join(p->watchdog, NULL);
+    for (int t = 1; t < p->threads; t++) pthread_join(p->workers[t], NULL);
+    for (int t = 0; t < MAX_THREADS; t++) free(p->prepared[t]), free(p->scratch[t]);
+    free(p->inter), free(p->pair), free(p->layers);
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->wake);
+    free(p);
+}
+
+/* Returns a pool of `threads`, the caller's among them; `cpus` of each, -1: any. NULL if the CPU runs no kernels, or the
+ * system starts no more threads. */
 struct pool *cpu_experts_create(int threads, const int *cpus, int max_tokens, int max_pairs, int avx2) {
     if (threads < 1 || threads > MAX_THREADS || !cpu_experts_kernels(avx2)) return NULL;
     struct pool *p = aligned(sizeof *p);
@@ -371,7 +387,11 @@ struct pool *cpu_experts_create(int threads, const int *cpus, int max_tokens, in
     for (int t = 1; t < threads; t++) {
         struct start *at = malloc(sizeof *at);
         *at = (struct start){p, t};
-        pthread_create(&p->workers[t], NULL, worker, at);
+        if (!pthread_create(&p->workers[t], NULL, worker, at)) continue;
+        free(at);
+        p->threads = t;
+        cpu_experts_destroy(p);
+        return NULL;
     }
     return p;
 }
@@ -407,31 +427,23 @@ int cpu_experts_run(struct pool *p, int layer, int tokens, int top_k, const int3
 }
 
 /* Answers requests that come by the doorbell from now on. bus_rate: bytes a second at which the GPU copies experts;
- * 0: the share stays. A request that takes longer than `deadline` seconds ends the process. */
-void cpu_experts_connect(struct pool *p, const struct mailbox *mailbox, double deadline, double bus_rate) {
-    p->mailbox = *mailbox, p->deadline = deadline, p->bus_rate = bus_rate, p->rung = 1;
-    pthread_create(&p->coordinator, NULL, coordinate, p);
-    pthread_create(&p->watchdog, NULL, watch, p);
+ * 0: the share stays. A request that takes longer than `deadline` seconds ends the process. Returns 0, or -1 if the
+ * system starts no more threads. */
+int cpu_experts_connect(struct pool *p, const struct mailbox *mailbox, double deadline, double bus_rate) {
+    p->mailbox = *mailbox, p->deadline = deadline, p->bus_rate = bus_rate;
+    if (pthread_create(&p->coordinator, NULL, coordinate, p)) return -1;
+    if (pthread_create(&p->watchdog, NULL, watch, p)) {
+        atomic_store(&p->stopping, 1);
+        pthread_join(p->coordinator, NULL);
+        return -1;
+    }
+    p->rung = 1;
+    return 0;
 }
 
 void cpu_experts_totals(struct pool *p, uint64_t totals[4]) {
     totals[0] = atomic_load(&p->steps), totals[1] = atomic_load(&p->experts_done);
     totals[2] = atomic_load(&p->bytes_read), totals[3] = atomic_load(&p->busy_ns);
-}
-
-/* Ends the threads and frees the pool. */
-void cpu_experts_destroy(struct pool *p) {
-    atomic_store(&p->stopping, 1);
-    pthread_mutex_lock(&p->lock);
-    pthread_cond_broadcast(&p->wake);
-    pthread_mutex_unlock(&p->lock);
-    if (p->rung) pthread_join(p->coordinator, NULL), pthread_join(p->watchdog, NULL);
-    for (int t = 1; t < p->threads; t++) pthread_join(p->workers[t], NULL);
-    for (int t = 0; t < p->threads; t++) free(p->prepared[t]), free(p->scratch[t]);
-    free(p->inter), free(p->pair), free(p->layers);
-    pthread_mutex_destroy(&p->lock);
-    pthread_cond_destroy(&p->wake);
-    free(p);
 }
 
 /* Sizes of what Python passes, to check that both sides agree. */
