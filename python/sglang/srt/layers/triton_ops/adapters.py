@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 FEW_TOKENS = 64
 """Tokens up to which tiles are small and the inner dimension is divided."""
 NONE = 1 << 30
-BLOCK_N = 64
 LARGEST_BLOCK_R = 64
 SPANS = 8
 """Programs that share the inner dimension of few tokens."""
@@ -150,9 +149,8 @@ def add_adapters(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, weight
         x, weights.a, slots, weights.ranks, low, num_tokens, size, rank, x.stride(0),
         blocks_of_span, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=block_r, NONE=NONE, num_warps=num_warps, num_stages=3,
     )  # fmt: skip
-    num_cols = out.shape[1]
-    expand_kernel[(tiles, triton.cdiv(num_cols, BLOCK_N))](
+    num_cols, block = out.shape[1], 16 if few else 32
+    expand_kernel[(triton.cdiv(num_tokens, block), triton.cdiv(num_cols, block))](
         low, weights.b, slots, weights.ranks, weights.parts, out, num_tokens, num_cols, rank, num_parts * rank,
-        out.stride(0), spans, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_R=block_r, NONE=NONE,
-        num_warps=num_warps, num_stages=2,
+        out.stride(0), spans, BLOCK_M=block, BLOCK_N=block, BLOCK_R=block_r, NONE=NONE, num_warps=4, num_stages=1,
     )  # fmt: skip
