@@ -66,7 +66,7 @@ def test_a_level_is_found_again() -> None:
 def test_markers_take_memory_like_their_texts() -> None:
     """They are kept for every argument of a call, whose name the model chooses."""
     name = "a" * MAX_HEADER
-    Markers("</b>", "<other>")  # what the first ones import and compile is no memory of theirs
+    Markers(f"</{name}b>", "<other>")  # what compiling the first one leaves behind is no memory of the next
     tracemalloc.start()
     try:
         markers = Markers(f"</{name}>", "<other>")
