@@ -78,7 +78,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "Models and weights": (
         Feature("Quantized weights", "--quantization", "quantization.md", "`--quantization`"),
         Feature("FP8 and FP4 KV cache", "--kv-cache-dtype", "quantization.md#kv-cache", "`--kv-cache-dtype`"),
-        Feature("LoRA adapters", "--enable-lora", "", "`--enable-lora`"),
+        Feature("LoRA adapters", "--enable-lora", "lora.md", "`--enable-lora`"),
         Feature("Images and video", "--limit-mm-data-per-request", "multimodal.md", "`--limit-mm-per-prompt`"),
         Feature("New weights in a running server", "/update_weights_from_disk", "", "`--weight-transfer-config`"),
         Feature("Memory given back while idle", "--enable-memory-saver", "", "`--enable-sleep-mode`"),

@@ -12,6 +12,7 @@ import pytest
 from docs.commands import PAGES, ROOT
 
 MADE_OR_GIVEN = {
+    "adapter_config.json": "of a LoRA adapter",
     "build/site": "what `make site` makes",
     "config.json": "of a model",
     "opencode.json": "of a program",

@@ -18,8 +18,7 @@ PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 RESULTS = sorted((ROOT / "benchmark" / "results").glob("*.md"))
 MEASURED = "\n".join(path.read_text() for path in RESULTS)
 NOT_YET = {
-    "drafts of the kind UNO": "Other drafts",
-    "LoRA": "LoRA",
+    "Drafts of the kind UNO": "Other drafts",
     "prefill and decode on different servers": "Prefill and decode apart",
     "TLS": "TLS",
 }

@@ -176,7 +176,7 @@ def test_refused(words: str, message: str) -> None:
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text("port: x\nnot-a-flag: 1\nenable-lora: true\n")
+    config.write_text("port: x\nnot-a-flag: 1\nexperts-shared-outer-loras: true\n")
     words = (
         f"--config {config} --page-sise 3 --dtype int8 --page-size 0 --chunked-prefill-size 100 --speculative-algo "
         "STANDALONE --dp 0 --uno-lora-path x --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
@@ -189,7 +189,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     expected = [
         "--config .*: --port: expected an integer",
         "--config .*: Unknown option --not-a-flag",
-        "--config .*: --enable-lora is not implemented",
+        "--config .*: --experts-shared-outer-loras is not implemented",
         "Unknown option --page-sise. Did you mean --page-size",
         "Unrecognized arguments: 1",
         "--dtype: must be one of",
@@ -223,7 +223,7 @@ def test_what_depends_on_a_bad_value_is_not_judged() -> None:
         ("--page-sise", " Did you mean --page-size? "),
         ("--tpsize", " Did you mean --tp-size? "),
         ("--cuda-graph-maxbs", " Did you mean --cuda-graph-max-bs or --cuda-graph-bs? "),
-        ("--enable-lorra", " Did you mean --enable-lora, which is not implemented? "),
+        ("--uno-lora-pth", " Did you mean --uno-lora-path, which is not implemented? "),
         ("--schedule-heuristics", " Did you mean --schedule-heuristic? "),
         ("--sleep-on-idel", " Did you mean --sleep-on-idle, which has no effect? "),
     ],

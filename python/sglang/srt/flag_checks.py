@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang.srt.cli_args import flag
 from sglang.srt.composition import refused_pairs
+from sglang.srt.configs.adapters.arguments import named_adapters
 from sglang.srt.configs.speculative import DFLASH, DRAFT_MODEL_NEEDED, DSPARK, NGRAM
 from sglang.srt.configs.storage_backend import BACKENDS, read_storage_config
 from sglang.srt.errors import UserError
@@ -114,7 +115,44 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
         text = "--embed-in-main-memory: stages of a pipeline (--pp-size) keep embeddings in GPU memory; remove one."
         yield {"embed_in_main_memory", "pp_size"}, text
     yield from _check_media(args)
+    yield from _check_adapters(args)
     yield from _check_speculation(args)
+
+
+_NOT_WITH_ADAPTERS = ("pp_size", "attn_dp_size", "nnodes")
+
+
+def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
+    if not args.enable_lora:
+        given = [name for name in ("max_lora_rank", "lora_target_modules", "max_loaded_loras") if getattr(args, name)]
+        if given:
+            yield {"enable_lora", *given}, f"{flag(given[0])} needs --enable-lora or --lora-paths."
+        return
+    above = next((name for name in _NOT_WITH_ADAPTERS if getattr(args, name) > 1), None)
+    asked = [name for name in ("use_ray", "is_embedding", "enable_two_batch_overlap") if getattr(args, name)]
+    for name in ([above] if above else []) + asked:
+        yield {"enable_lora", name}, f"--enable-lora does not go with {flag(name)} here."
+    names = args.lora_target_modules
+    if names is not None and "all" in names and len(names) > 1:
+        yield {"lora_target_modules"}, "--lora-target-modules all stands alone: remove the others."
+    least = max(args.max_loras_per_batch, len(args.lora_paths or ()))
+    if args.max_loaded_loras is not None and args.max_loaded_loras < least:
+        text = (
+            f"--max-loaded-loras {args.max_loaded_loras} is below {least}, as many as --max-loras-per-batch or"
+            " --lora-paths need."
+        )
+        yield {"max_loaded_loras", "max_loras_per_batch", "lora_paths"}, text
+    try:
+        pinned = sum(adapter.pinned for adapter in named_adapters(args.lora_paths or ()))
+    except UserError as error:
+        yield {"lora_paths"}, str(error)
+        return
+    if pinned >= args.max_loras_per_batch:
+        text = f"--lora-paths pins {pinned} adapters; --max-loras-per-batch must be larger, so that others can run."
+        yield {"lora_paths", "max_loras_per_batch"}, text
+    directory = args.allowed_local_lora_path
+    if directory is not None and not Path(directory).is_dir():
+        yield {"allowed_local_lora_path"}, f"--allowed-local-lora-path {directory} is no directory."
 
 
 def _check_machines(args: Any) -> Iterator[tuple[set[str], str]]:

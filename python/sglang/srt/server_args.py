@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang.srt.arguments.adapters import AdapterArgs
 from sglang.srt.arguments.groups import EFFECTIVE_IF_NONE, GROUPS, MEDIA, MEMORY, PARALLEL, SPECULATION
 from sglang.srt.arguments.kernels import KernelArgs
 from sglang.srt.arguments.model import ModelArgs
@@ -35,7 +36,7 @@ _LOGIN = re.compile(r"//[^/\s]*@")
 
 
 @dataclass(kw_only=True)
-class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
+class ServerArgs(LoggingArgs, AdapterArgs, KernelArgs, ServingArgs, ModelArgs):
     """The server's options. Made by `from_cli` or `from_kwargs`, which check every value; call `check()` after changing
     one."""
 
@@ -390,6 +391,8 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         self.enable_dp_attention = self.attn_dp_size > 1
         if self.enable_dp_attention and self.speculative_algorithm is not None:
             self.enable_dp_lm_head = True  # a group drafts without the others
+        if self.lora_paths:
+            self.enable_lora = True
         if self.random_seed is None:
             self.random_seed = random.SystemRandom().randrange(1 << 30)
 

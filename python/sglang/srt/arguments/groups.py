@@ -9,8 +9,9 @@ PARALLEL = "parallelism"
 KERNELS = "kernels"
 SPECULATION = "speculative decoding"
 MEDIA = "images and video"
+ADAPTERS = "LoRA adapters"
 OBSERVE = "logging and metrics"
 
-GROUPS = (MODEL, MEMORY, SERVING, PARALLEL, KERNELS, SPECULATION, MEDIA, OBSERVE)
+GROUPS = (MODEL, MEMORY, SERVING, PARALLEL, KERNELS, SPECULATION, MEDIA, ADAPTERS, OBSERVE)
 
 EFFECTIVE_IF_NONE = "Chosen at start-up if not given."

@@ -84,12 +84,13 @@ def inside(file: str, index: Path) -> str:
     return file
 
 
-def header_bytes(path: Path) -> bytes:
-    """Returns the header of a safetensors file, JSON that has not been checked. Raises UserError."""
+def header_bytes(path: Path, longest: int = _LONGEST_HEADER) -> bytes:
+    """Returns the header of a safetensors file, JSON that has not been checked. Raises UserError, also for a header of
+    `longest` bytes or more."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 0 < length < _LONGEST_HEADER:
+            if not 0 < length < longest:
                 raise ValueError(f"a header of {length} bytes")
             return file.read(length)
     except (OSError, ValueError) as error:
@@ -100,9 +101,10 @@ def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?")
 
 
-def file_tensors(path: Path) -> dict[str, Stored]:
-    """Returns type and shape of each tensor in a file, by name. Raises UserError for a damaged file."""
-    header_text = header_bytes(path)
+def file_tensors(path: Path, longest: int = _LONGEST_HEADER) -> dict[str, Stored]:
+    """Returns type and shape of each tensor in a file, by name. Raises UserError for a damaged file, and for a
+    header of `longest` bytes or more."""
+    header_text = header_bytes(path, longest)
     try:
         header = json.loads(header_text)
         return {
@@ -110,5 +112,5 @@ def file_tensors(path: Path) -> dict[str, Stored]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, error) from None

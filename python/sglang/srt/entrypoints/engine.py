@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.environ import adopt_environment
 from sglang.srt.errors import UserError
+from sglang.srt.managers.front.adapters import ServedAdapters
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
 from sglang.srt.managers.front.native_output import native_results, native_stream
@@ -65,6 +66,7 @@ class Engine:
             self._handle.wait_ready()
             self._loop.call_soon_threadsafe(self._manager.attach)
             self._run(self._manager.load_corpus_file())
+            self._run(self._manager.load_adapters())
             self._loop.call_soon_threadsafe(self._manager.mark_up)
             self._handle.watch(self._engine_failed)
         except BaseException:
@@ -86,8 +88,8 @@ class Engine:
         and with `stream` an iterator of dicts with all text so far. `image_data` and `video_data` are URLs, data URLs
         or base64: one, a list for one prompt, or for a batch one entry a prompt. `options` are further fields of
         GenerateRequest: return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob,
-        return_text_in_logprobs, return_hidden_states, rid, priority, ...; and require_reasoning: the output begins with
-        thoughts in the format of --reasoning-parser."""
+        return_text_in_logprobs, return_hidden_states, rid, priority, lora_path, ...; and require_reasoning: the output
+        begins with thoughts in the format of --reasoning-parser."""
         req = self._request(prompt, sampling_params, input_ids, (image_data, video_data), stream, **options)
         return self._iterate(req) if stream else self._run(native_results(self._manager, req))
 
@@ -109,6 +111,19 @@ class Engine:
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ends a request, or all; its caller gets the output so far, with finish reason `abort`."""
         self._run(self._abort(rid, abort_all))
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Loads a LoRA adapter from a directory; needs `enable_lora`. `generate` takes its name as `lora_path`."""
+        self._run(self._adapters().load(lora_name, lora_path, pinned))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unloads a LoRA adapter once the requests that have it have ended."""
+        self._run(self._adapters().unload(lora_name))
+
+    def _adapters(self) -> ServedAdapters:
+        if self._manager.adapters is None:
+            raise RequestError("this engine takes no LoRA adapters; create it with enable_lora=True")
+        return self._manager.adapters
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache. Returns False while requests run."""

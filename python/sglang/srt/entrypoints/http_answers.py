@@ -34,7 +34,9 @@ def _one_or_many(schema: Schema) -> Schema:
 _USAGE = _record(prompt_tokens=_COUNT, total_tokens=_COUNT)
 _CHAT_MESSAGE = _record(role="assistant", content=_or_null(_TEXT))
 _CHOICE = {"index": _COUNT, "logprobs": _or_null(_OBJECT), "finish_reason": _TEXT}
-_MODEL = _record(id=_TEXT, object="model", created=_COUNT, owned_by="sglang", root=_TEXT, max_model_len=_COUNT)
+_MODEL = _record(
+    id=_TEXT, object="model", created=_COUNT, owned_by="sglang", root=_TEXT, max_model_len=_or_null(_COUNT)
+)
 _META = _record(id=_TEXT, finish_reason=_OBJECT, prompt_tokens=_COUNT, completion_tokens=_COUNT, cached_tokens=_COUNT)
 _GENERATED = _record(output_ids=_list(_COUNT), meta_info=_META)
 _RESPONSE = _record(
@@ -78,6 +80,8 @@ _BY_PATH: dict[str, Schema] = {
     "/tokenize": _record(
         tokens={"anyOf": [_list(_COUNT), _list(_list(_COUNT))]}, count=_one_or_many(_COUNT), max_model_len=_COUNT
     ),
+    "/load_lora_adapter": _record(success=_BOOLEAN, error_message=_TEXT, loaded_adapters=_OBJECT),
+    "/unload_lora_adapter": _record(success=_BOOLEAN, error_message=_TEXT, loaded_adapters=_OBJECT),
     "/detokenize": _record(text=_one_or_many(_TEXT)),
     "/parse_function_call": _record(
         normal_text=_TEXT, calls=_list(_record(tool_index=_COUNT, name=_TEXT, parameters=_TEXT))

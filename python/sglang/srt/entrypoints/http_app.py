@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints import http_corpora, http_native, http_refused, http_sessions, http_storage
+from sglang.srt.entrypoints import http_adapters, http_corpora, http_native, http_refused, http_sessions, http_storage
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
@@ -37,6 +37,7 @@ FORMS = (
     ollama_routes,
     http_native,
     http_sessions,
+    http_adapters,
     http_corpora,
     http_storage,
 )

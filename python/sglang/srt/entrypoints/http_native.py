@@ -63,6 +63,7 @@ class GenerateBody(Body, kw_only=True):
     priority: Int | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
+    lora_path: str | list[str | None] | None = None
     session_params: SessionParams | None = None
     return_hidden_states: bool | list[bool] | None = None
     require_reasoning: bool | None = False
@@ -84,6 +85,7 @@ class GenerateBody(Body, kw_only=True):
             priority=self.priority,
             cache_salt=self.cache_salt,
             extra_key=self.extra_key,
+            lora_path=self.lora_path,
             return_hidden_states=self.return_hidden_states or False,
         )
         call.media = native_media(self.image_data, self.video_data, call.num_prompts, call.is_batch)

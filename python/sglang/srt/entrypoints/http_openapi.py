@@ -17,13 +17,15 @@ _STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messa
 _LINES = ("/api/chat", "/api/generate")
 """Routes that stream JSON lines."""
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
-_PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
+_OF_VLLM = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile", *_OF_VLLM)
 _EMPTY = (*_PROBES, "/abort_request", "/close_session")
 """Routes whose answer is only a status."""
 _STORED_RESPONSE = "/v1/responses/{response_id}"
 _NOT_FOUND = (
     "/v1/models/{model_id}",
     "/metrics",
+    "/v1/unload_lora_adapter",
     _STORED_RESPONSE,
     _STORED_RESPONSE + "/cancel",
     _STORED_RESPONSE + "/input_items",

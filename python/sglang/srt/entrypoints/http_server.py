@@ -291,6 +291,10 @@ class _Server:
             await self.handle.manager.load_corpus_file()
         except RequestError as error:
             raise EngineError(f"--speculative-ngram-external-corpus-path: {error.message}") from error
+        try:
+            await self.handle.manager.load_adapters()
+        except RequestError as error:
+            raise EngineError(f"--lora-paths: {error.message}") from error
         self.guard.drain_s = envs.SGLANG_DRAIN_TIMEOUT
         self.handle.manager.mark_up()
         gc.freeze()  # keeps collections under load from scanning the objects of start-up

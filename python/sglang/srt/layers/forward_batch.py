@@ -46,6 +46,9 @@ class ForwardBatch:
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
 
+    adapter_slots: torch.Tensor | None = None
+    """[T] int32, the slot of each token's LoRA adapter, counted from 1; 0: none. None: no token has one."""
+
     exchange: RowExchange | None = None
     """Gathers the tokens of all attention groups, with data-parallel attention."""
 

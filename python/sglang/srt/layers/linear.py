@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from sglang.srt.distributed.groups import Group
+from sglang.srt.layers.adapters import AdapterLinear, ModuleRows
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Apply, Init, Scope, TensorPart, WeightShard, zeroed_behind
 from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of
@@ -86,10 +87,14 @@ class ColumnParallelLinear:
             _check(scope, weights, sum(shard.rows.padded_count for shard in shards), in_features)
         create = scope.quant.create_dequantized if dequantized else scope.quant.create_weights
         self.apply = create(scope, shards, _stacked_bias(scope, shards) if bias else None)
+        self.adapters = _adapters(scope, shards)
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        return self.apply(x)
+        out = self.apply(x)
+        if self.adapters is not None:
+            self.adapters.add(values_of(x), out)
+        return out
 
 
 class RowParallelLinear:
@@ -120,6 +125,7 @@ class RowParallelLinear:
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
         create = scope.quant.create_dequantized if dequantized else scope.quant.create_weights
         self.apply = create(scope, [shard], None if self.multi_rank else self.bias)
+        self.adapters = _adapters(scope, [shard])
 
     def defer_all_reduce(self) -> Group | None:
         """Makes the layer return partial sums from now on; returns the group to sum over. Returns None if there is
@@ -131,6 +137,8 @@ class RowParallelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.apply(x)
+        if self.adapters is not None:  # of this rank's columns of A, before the sum over the ranks
+            self.adapters.add(values_of(x), out)
         if not self.multi_rank:
             return out
         out = self.group.all_reduce(out)
@@ -146,9 +154,22 @@ class ReplicatedLinear:
         bias = _stacked_bias(scope, shards) if weights.bias else None
         create = scope.quant.create_weights if weights.quantized else scope.quant.create_dequantized
         self.apply = create(scope, shards, bias)
+        self.adapters = _adapters(scope, shards)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.apply(x)
+        out = self.apply(x)
+        if self.adapters is not None:
+            self.adapters.add(values_of(x), out)
+        return out
+
+
+def _adapters(scope: Scope, shards: Sequence[WeightShard]) -> AdapterLinear | None:
+    """Returns memory for the adapters of a linear layer; None for one that has none."""
+    if scope.adapters is None or not scope.path.startswith("layers."):
+        return None
+    return scope.adapters.linear(
+        [ModuleRows(scope.module(shard.part), shard.part, shard.rows, shard.cols) for shard in shards]
+    )
 
 
 def _check(scope: Scope, weights: Matrix, rows: int, cols: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sglang.srt.kernels.op import Op
 from sglang.srt.layers import (
+    native_adapters,
     native_draft_rows,
     native_ngram,
     native_ops,
@@ -24,6 +25,7 @@ EMBEDDING_ROWS = Op("embedding_rows", native_ops.embedding_rows)
 RMSNORM = Op("rmsnorm", native_ops.rmsnorm)
 FUSED_ADD_RMSNORM = Op("fused_add_rmsnorm", native_ops.fused_add_rmsnorm)
 LINEAR = Op("linear", native_ops.linear)
+ADD_ADAPTERS = Op("add_adapters", native_adapters.add_adapters)
 QUANTIZED_LINEAR = Op("linear", native_ops.quantized_linear)
 """The kernels behind the keys linear/<scheme>: they take a weight, and return its product."""
 

@@ -27,6 +27,7 @@ from sglang.srt.plan.weight_names import PartKey, WeightMap
 from sglang.srt.plan.weight_spec import Matrix
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.adapters import AdapterLayers
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
@@ -189,6 +190,8 @@ class Scope:
     """Stores of another model that layers may read, such as the target's for a draft."""
     buffers: ExpertBuffers = field(default_factory=ExpertBuffers)
     """Buffers of experts whose weights lie in main memory."""
+    adapters: AdapterLayers | None = None
+    """Memory for LoRA adapters of linear layers; None: there is none."""
     cpu_experts: CpuExperts = field(default_factory=CpuExperts)
     """CPUs that compute some of these."""
     made_for: torch.device | None = None

@@ -35,13 +35,33 @@ class StepShape(NamedTuple):
     num_decodes: int
     width: int = 1
     has_prompts: bool = False
+    adapters: bool = False
+    """True if tokens may have LoRA adapters."""
 
 
-def shape_of(step: StepInput) -> StepShape:
-    """Returns the shape of a step without padding."""
+def shape_of(step: StepInput, adapters: bool = False) -> StepShape:
+    """Returns the shape of a step without padding. adapters: whether a request of it has a LoRA adapter."""
     if step.prompts is None:
-        return StepShape(len(step.slots) * step.width, len(step.slots), step.width)
-    return StepShape(len(step.out_cache_loc), step.num_decodes, has_prompts=True)
+        return StepShape(len(step.slots) * step.width, len(step.slots), step.width, adapters=adapters)
+    return StepShape(len(step.out_cache_loc), step.num_decodes, has_prompts=True, adapters=adapters)
+
+
+class AdapterSlots:
+    """The slot of each request slot's LoRA adapter, counted from 1; 0: none. On the device and on the host."""
+
+    def __init__(self, max_requests: int, device: torch.device | str) -> None:
+        self.of_slot = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        self.host = np.zeros(max_requests + 1, np.int32)
+
+    def set(self, slot: int, adapter: int) -> None:
+        """Sets the adapter of a request slot, for the steps that are launched from now on."""
+        if self.host[slot] != adapter:
+            self.host[slot] = adapter
+            self.of_slot[slot] = adapter
+
+    def used_by(self, step: StepInput) -> bool:
+        """Returns whether a request of the step has an adapter."""
+        return bool(self.host[step.slots].any())
 
 
 @dataclass(slots=True)
@@ -61,6 +81,8 @@ class DeviceState:
     has no images whose positions differ from the index."""
     host_deltas: list[int] = field(default_factory=list)
     """The host's copy of `position_deltas`."""
+    adapters: AdapterSlots | None = None
+    """The adapters of requests; None: the server takes none."""
     features: MediaFeatures | None = None
     context: Group = ALONE
     """The decode context parallel (DCP) ranks, which shard the tokens of some caches."""
@@ -79,6 +101,10 @@ class DeviceState:
         self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.next_tokens = torch.zeros((rows, self.tokens_per_step), dtype=torch.int64, device=self.device)
         self.lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
+
+    def has_adapters(self, step: StepInput) -> bool:
+        """Returns whether a request of the step has a LoRA adapter."""
+        return self.adapters is not None and self.adapters.used_by(step)
 
     @property
     def has_drafts(self) -> bool:
@@ -137,12 +163,23 @@ class DeviceState:
             batch = self._verify_batch(arrays, shape, step)
         else:
             batch = self._decode_batch(arrays, shape, step)
+        if shape.adapters:
+            batch.adapter_slots = self._adapter_slots(batch, arrays, shape)
         if step is not None and step.prompts is not None and step.prompts.media is not None:
             self._add_media(batch, arrays, step.prompts.media, shape.num_decodes)
         batch.num_valid_tokens = num_valid_tokens
         if attends:
             batch.metadata = self.attention.metadata(batch, in_graph=step is None)
         return batch
+
+    def _adapter_slots(self, batch: ForwardBatch, arrays: DeviceArrays, shape: StepShape) -> torch.Tensor:
+        """Returns the slot of each token's adapter [T] int32."""
+        assert self.adapters is not None
+        if shape.has_prompts:
+            rows = requests_of_tokens(arrays["start_loc"], arrays["slots"], batch.decode, shape.num_tokens)
+        else:
+            rows = arrays["decode_slots"][: shape.num_decodes].repeat_interleave(shape.width)
+        return self.adapters.of_slot[rows]
 
     def _mrope_positions(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """Returns `ForwardBatch.mrope_positions` of tokens behind all images, at `positions` [T] of request slots

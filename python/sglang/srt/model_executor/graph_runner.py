@@ -136,7 +136,14 @@ class GraphRunner:
 
     def _shapes(self) -> Iterator[StepShape]:
         """Yields the shapes of all graphs, per kind those with the most tokens first: smaller graphs then reuse their
-        memory, and static outputs are large enough for all that follow."""
+        memory, and static outputs are large enough for all that follow. Where there are LoRA adapters, each exists with
+        their kernels and without."""
+        for shape in self._plain_shapes():
+            yield shape
+            if self.state.adapters is not None:
+                yield shape._replace(adapters=True)
+
+    def _plain_shapes(self) -> Iterator[StepShape]:
         for tokens in reversed(self.sizes.prompt_tokens):
             for decodes in reversed([size for size in self.sizes.mixed_decodes if size <= tokens]):
                 yield StepShape(tokens, decodes, has_prompts=True)
@@ -148,6 +155,10 @@ class GraphRunner:
         """Returns the shape of the graph that the step runs in; None if no graph fits."""
         if step.groups is not None:
             return self._shape_of_groups(step.groups)
+        shape = self._plain_shape_of(step)
+        return shape and shape._replace(adapters=self.state.has_adapters(step))
+
+    def _plain_shape_of(self, step: StepInput) -> StepShape | None:
         num_decodes = step.num_decodes
         if step.prompts is None:
             size = _at_least(self.sizes.batch_sizes, num_decodes)
@@ -339,7 +350,7 @@ class GraphRunner:
         graph, i.e. reading weights and states, launches, accepting and drafting, with short caches. Sizes: every power
         of two and the largest of each width. Must run before the first request; each row is a request slot with
         different tokens, because MoE routing depends on them."""
-        shapes = sorted(shape for shape in self.graphs if not shape.has_prompts)
+        shapes = sorted(shape for shape in self.graphs if not (shape.has_prompts or shape.adapters))
         largest = {shape.width: shape.num_decodes for shape in shapes}
         state, times = self.state, {}
         tokens = torch.arange(state.next_tokens.numel(), device=state.device).view_as(state.next_tokens)
@@ -377,7 +388,7 @@ class GraphRunner:
         """Measures graphs with prompts: {tokens: milliseconds}, each with its most decoding requests. The prompt is
         padding without a cached prefix, with different tokens, because MoE routing depends on them."""
         vocabulary, times = self.state.model.description.vocab_size, {}
-        for shape in (shape for shape in self.graphs if shape.has_prompts):
+        for shape in (shape for shape in self.graphs if shape.has_prompts and not shape.adapters):
             if shape.num_tokens not in times:  # the shape with the most requests comes first
                 ids = np.arange(shape.num_tokens, dtype=np.int64) % vocabulary
                 self._arrays[True].load(**self._all_rows(shape), **_one_prompt(shape), input_ids=ids)

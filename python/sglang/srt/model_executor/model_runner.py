@@ -12,6 +12,7 @@ import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.drafts.drafter import Drafter
+from sglang.srt.layers.adapters import AdapterLayers, HostAdapter
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.sampler import Sampler
@@ -19,7 +20,7 @@ from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.layerwise_load import FIRST, LayerWaits
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
-from sglang.srt.model_executor.device_state import DeviceState, shape_of
+from sglang.srt.model_executor.device_state import AdapterSlots, DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes, graph_sizes
 from sglang.srt.model_executor.group_output import GroupOutput
@@ -109,6 +110,8 @@ class ModelRunner:
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
         self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, InputOps(plan))
         self.state.context = parallel_state.groups().context
+        if plan.adapters is not None:
+            self.state.adapters = AdapterSlots(plan.pool_sizes.max_requests, plan.device)
         self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, None if self.state.has_drafts else self.state.next_tokens[:, 0])
@@ -129,6 +132,7 @@ class ModelRunner:
         if plan.device == "cuda":
             self._compile_prompts()
             self.compile_decodes()
+            self._compile_adapters()
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
@@ -180,6 +184,22 @@ class ModelRunner:
         if self.graphs is None or media is None or media.both_ways or self.plan.ranks.pp_size > 1:
             return {}
         return self.graphs.prompt_times()
+
+    @property
+    def adapters(self) -> AdapterLayers | None:
+        """Returns the LoRA adapters of the model's layers; None: the server takes none."""
+        return self.model.adapters
+
+    @torch.inference_mode()
+    def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
+        """Copies a LoRA adapter into a slot, counted from 1, for the steps that are launched from now on."""
+        assert self.model.adapters is not None
+        self.model.adapters.load(slot, adapter)
+
+    def set_adapter(self, slot: int, adapter: int) -> None:
+        """Gives a request slot the adapter in slot `adapter`, counted from 1; 0: none."""
+        if self.state.adapters is not None:
+            self.state.adapters.set(slot, adapter)
 
     def begin(self, slot: int, tokens: Sequence[int], position_delta: int = 0) -> None:
         """Prepares a request slot for a request with these tokens. position_delta: as in
@@ -271,6 +291,16 @@ class ModelRunner:
                     self.run(padding_decodes(num, width)).wait()
         self.state.lens[0] = 0
 
+    def _compile_adapters(self) -> None:
+        """Computes short and long prompts with the kernels of LoRA adapters, of which the padding slot has none."""
+        if self.state.adapters is None:
+            return
+        self.state.adapters.host[0] = 1
+        for num in (min(SHORT_PROMPT, self.longest_prompt), self.longest_prompt):
+            self.run_padding(num)
+        self.state.adapters.host[0] = 0
+        self.launches = PromptLaunches()
+
     def run(self, step: StepInput) -> StepResult:
         """Launches one step: forward, sampling, and the copy of the sampled tokens to the host."""
         return self.sample(self.forward(step))
@@ -300,9 +330,9 @@ class ModelRunner:
         if graphs is not None and shape is not None:
             return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(
-            arrays, shape_of(step), step, attends=two_batch_overlap is None or self.drafter is not None
-        )
+        exact_shape = shape_of(step, self.state.has_adapters(step))
+        attends = two_batch_overlap is None or self.drafter is not None
+        batch = self.state.batch(arrays, exact_shape, step, attends=attends)
         sampled_rows = None
         if step.groups is not None:
             batch.exchange = RowExchange.of_step(self.groups, step.groups.num_tokens, self.device)

@@ -50,6 +50,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
+from sglang.srt.layers.adapters import AdapterLayers
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.linear import Unquantized
@@ -329,14 +330,18 @@ class CausalLM:
         self.description = model = plan.description
         quantization = model.quantization
         quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
+        place, dtype = torch.device(device or plan.device), getattr(torch, plan.dtype)
+        self.adapters = None if plan.adapters is None else AdapterLayers(plan, place, dtype)
+        """LoRA adapters of the linear layers; None: the server takes none."""
         scope = Scope(
             plan=plan,
-            device=torch.device(device or plan.device),
-            dtype=getattr(torch, plan.dtype),
+            device=place,
+            dtype=dtype,
             groups=groups or parallel_state.groups(),
             quant=quant,
             weights=model.names,
             first_layer=first_layer,
+            adapters=self.adapters,
         )
         self.weights = model.names
         self.expert_buffers, self.cpu_experts = scope.buffers, scope.cpu_experts
@@ -404,6 +409,8 @@ class CausalLM:
 
     def by_block(self, batch: ForwardBatch, received: torch.Tensor | None) -> Blocks[torch.Tensor]:
         """Computes as `compute` does, and yields after each block."""
+        if self.adapters is not None:
+            self.adapters.slots = batch.adapter_slots
         if received is not None:
             received = self._take_aux(received, batch)
         residual = self.residual

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.plan.adapters import AdapterPlan
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.draft_plan import DraftPlan
 from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan
@@ -46,6 +47,8 @@ class Trial:
     draft: DraftPlan | None = None
     expert_slots: ExpertSlotPlan | None = None
     """The experts in main memory; None: they are in GPU memory."""
+
+    adapters: AdapterPlan | None = None
 
     @property
     def description(self) -> ModelDescription:

@@ -12,6 +12,7 @@ from sglang.srt.drafts.ngram.spec import ngram_bytes
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan import defaults
+from sglang.srt.plan.adapters import AdapterPlan
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.capacity import Capacity
 from sglang.srt.plan.draft_plan import DraftPlan, with_draft_layers, with_draft_memory
@@ -56,6 +57,7 @@ class CapacityPlanner:
     choices: Mapping[str, Choice]
     available: int
     draft: DraftPlan | None
+    adapters: AdapterPlan | None = None
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -64,7 +66,8 @@ class CapacityPlanner:
     @cached_property
     def weights(self) -> int:
         in_main_memory = sum(expert_bytes(self.of_rank, self.parallel.dtype)) if self.on_cpu else 0
-        return max(stage.weight_bytes for stage in self.stages) + in_main_memory
+        adapters = 0 if self.adapters is None else self.adapters.num_bytes(self.of_rank, self.parallel.dtype)
+        return max(stage.weight_bytes for stage in self.stages) + in_main_memory + adapters
 
     @cached_property
     def has_slots(self) -> bool:
@@ -186,6 +189,8 @@ class CapacityPlanner:
     def _fixed(self, sizes: Sizes, cost: CacheCost) -> FixedMemory:
         model, dtype, everything = self.of_rank.model, self.parallel.dtype, self.everything
         fixed = fixed_memory(model, everything, dtype, self.room, sizes, cost, self.choices, self.arch)
+        if self.adapters is not None:  # each graph exists with adapters and without
+            fixed = replace(fixed, graphs=2 * fixed.graphs)
         if self.arch.unified_memory:
             fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, self.parallel))
         return fixed if self.draft is None else with_draft_memory(fixed, self.draft, model, dtype, sizes)

@@ -17,6 +17,7 @@ from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
+from sglang.srt.plan.adapters import check_adapters, plan_adapters
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
 from sglang.srt.plan.cpu_experts import check_experts, threads_of_rank, with_cpus
@@ -180,17 +181,21 @@ class ModelPlanner:
     def _trial(self) -> Trial:
         args, (model, parallel) = self.args, self.describe()
         of_rank, draft = rank_weights(model, parallel.ranks), self.draft(model)
+        adapters = plan_adapters(args)
         wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
+        if adapters is not None:
+            check_adapters(model)
+            wanted = (*wanted, Need("add_adapters", q_dtype=parallel.dtype))
         chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)
         of_group = args_of_group(args, parallel.ranks.attn_dp_size)
         planner = CapacityPlanner(
-            of_group, of_rank, parallel, self.context_len, self.arch, choices, self.available, draft
+            of_group, of_rank, parallel, self.context_len, self.arch, choices, self.available, draft, adapters
         )
         capacity = planner.plan()
         check_pool(args, capacity)
-        trial = Trial(of_rank, parallel, chosen, capacity, draft)
+        trial = Trial(of_rank, parallel, chosen, capacity, draft, adapters=adapters)
         return trial if self.slots is None else replace(trial, expert_slots=describe_slots(self, trial, self.slots))
 
     def _with_probed_facts(self, need: Need) -> Need:

@@ -16,6 +16,7 @@ from sglang.srt.kernels.op import Op
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, PeerLinks, Tile
 from sglang.srt.kernels.tile_configs import OpTileConfigs, Shape, TileConfigs
+from sglang.srt.plan.adapters import AdapterPlan
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.cache_spec import PER_REQUEST
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
@@ -95,6 +96,7 @@ class Plan:
     expert_slots: ExpertSlotPlan | None = None  # the experts in main memory
     quantized_sums: QuantizedAllReduceRule | None = None  # which all-reduces are quantized
     two_batch_overlap: TwoBatchRule | None = None  # which steps run as two microbatches
+    adapters: AdapterPlan | None = None  # the memory for LoRA adapters; None: the server takes none
     decode_interval: IntervalRule = NEVER  # which steps have no prompts
     shares_encoder: bool = False  # the ranks divide the images and frames of an encoder step among them
     stages: tuple[str, ...] = ()  # descriptions of the pipeline stages, if there are several
@@ -116,6 +118,7 @@ class Plan:
             tile_configs=draft.own_choices(self.tile_configs),
             draft=None,
             aux_layers=(),
+            adapters=None,
         )
 
     @property
@@ -231,6 +234,7 @@ class Plan:
             "cuda_graph_prefill_tokens": list(self.cuda_graph_prefill_tokens),
             "memory": self.memory.describe(),
             **({"host_cache": self.host_cache.describe()} if self.host_cache is not None else {}),
+            **({"adapters": self.adapters.describe()} if self.adapters is not None else {}),
             **({"expert_slots": self.expert_slots.describe()} if self.expert_slots is not None else {}),
             "kernels": {
                 op: {
@@ -369,10 +373,13 @@ def make_plan(
             stage.model.hidden_size,
             sizes.decode_rows * parallel.ranks.attn_dp_size,
         ),
-        two_batch_overlap=two_batch_rule(
+        two_batch_overlap=None
+        if trial.adapters is not None
+        else two_batch_rule(
             args, None if links is None else links.library_topology, trial.description, trial.chosen.by_key()
         ),
         decode_interval=interval_rule(args, trial.description),
+        adapters=trial.adapters,
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         expert_slots=trial.expert_slots,

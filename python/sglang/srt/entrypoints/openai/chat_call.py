@@ -7,6 +7,7 @@ import math
 
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.adapter_names import AdapterNames, adapters_of
 from sglang.srt.entrypoints.openai.call_ids import with_ids_of_format
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.chat_template import ConversationTooLong
@@ -55,7 +56,7 @@ def _with_formats(
     service: OpenAIService, rid: str | list[str], prompt: str | None, body: ChatCompletionRequest
 ) -> tuple[GenerateRequest, ChatFormats]:
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
-    call = _generate_request(body, rid, prompt, formats)
+    call = _generate_request(body, rid, prompt, formats, adapters_of(service, body))
     call.kept_bytes = formats.num_bytes
     return call, formats
 
@@ -166,7 +167,11 @@ def _prompt_end(service: OpenAIService, body: ChatCompletionRequest) -> str:
 
 
 def _generate_request(
-    body: ChatCompletionRequest, rid: str | list[str], prompt: str | None, formats: ChatFormats
+    body: ChatCompletionRequest,
+    rid: str | list[str],
+    prompt: str | None,
+    formats: ChatFormats,
+    adapters: AdapterNames,
 ) -> GenerateRequest:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling_dict(body, max_tokens)
@@ -185,4 +190,5 @@ def _generate_request(
         keep_s=body.keep_s,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
+        lora_path=adapters,
     )

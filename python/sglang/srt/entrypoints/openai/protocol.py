@@ -106,6 +106,7 @@ class SamplingFields(Body, kw_only=True):
     priority: Int | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
+    lora_path: str | list[str | None] | None = None
     return_spec_tokens_details: bool | None = False
     prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
     """Changes nothing: prompts that begin alike share their prefix, and come to the replica that has it, anyway."""

@@ -73,17 +73,32 @@ def _anthropic_card(name: str, created: int, context_len: int) -> dict[str, Any]
     }
 
 
+def _cards(request: Request) -> list[dict[str, Any]]:
+    """Returns the cards of the model and of its LoRA adapters."""
+    engine, created = engine_of(request), request.app.state.created
+    adapters = engine.manager.adapters
+    loaded = {} if adapters is None else adapters.loaded
+    model = _model_card(engine, created)
+    of_adapters = (
+        model
+        | _anthropic_card(name, created, engine.manager.model_config.context_len)
+        | {"id": name, "root": adapter.path, "parent": engine.model_name, "max_model_len": None}
+        for name, adapter in loaded.items()
+    )
+    return [model, *of_adapters]
+
+
 @router.get("/v1/models")
 async def get_models(request: Request) -> Response:
-    card = _model_card(engine_of(request), request.app.state.created)
-    page = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
-    return json_response({"object": "list", "data": [card], **page})
+    cards = _cards(request)
+    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return json_response({"object": "list", "data": cards, **page})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
-    card = _model_card(engine_of(request), request.app.state.created)
-    if model_id != card["id"]:
+    card = next((card for card in _cards(request) if card["id"] == model_id), None)
+    if card is None:
         raise ApiError(404, f"The model '{model_id}' does not exist", code="model_not_found", param="model")
     return json_response(card)
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.http_stream import Events
 from sglang.srt.entrypoints.long_json import LongJSON
+from sglang.srt.entrypoints.openai.adapter_names import AdapterNames, adapters_of, check_model_name
 from sglang.srt.entrypoints.openai.chunks import CompletionChunks, encode, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
@@ -39,7 +40,8 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
     _check(body)
     _ = service.tokenizer  # without a tokenizer the answer would be an empty text
     head, rid = new_head("cmpl-", body, service, request)
-    call = _generate_request(body, rid)
+    check_model_name(service, body)
+    call = _generate_request(body, rid, adapters_of(service, body))
     echoes, told = bool(body.echo), UsageOptions.of(body)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     del body  # the answer needs no more of it
@@ -103,7 +105,7 @@ def _num_chars(prompt: str | list[int]) -> int:
     return CHARS_PER_TOKEN * len(prompt) if isinstance(prompt, list) else len(prompt)
 
 
-def _generate_request(body: CompletionRequest, rid: str | list[str]) -> GenerateRequest:
+def _generate_request(body: CompletionRequest, rid: str | list[str], adapters: AdapterNames) -> GenerateRequest:
     prompt = body.prompt
     is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
     max_tokens = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -121,6 +123,7 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
         keep_s=body.keep_s,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
+        lora_path=adapters,
         keeps_texts=bool(body.echo),
     )
 

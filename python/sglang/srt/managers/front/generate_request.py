@@ -74,6 +74,8 @@ class GenerateRequest:
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""
+    lora_path: str | list[str | None] | None = None
+    """The names of LoRA adapters, one for all prompts or one for each; None or an empty one: none."""
     media: list[list[MediaSource]] | None = None
     """Images and videos of each prompt, in the order of their placeholders."""
     media_items: list[MediaItem] = field(default_factory=list)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.front.adapters import ServedAdapters
 from sglang.srt.managers.front.checked_ids import checked_ids
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError, TextPair
 from sglang.srt.managers.front.media.media_loader import MediaLoader
@@ -90,7 +91,9 @@ class RequestPreparer:
         encode: Encode | None,
         media: MediaLoader | None = None,
         encode_pair: EncodePair | None = None,
+        adapters: ServedAdapters | None = None,
     ) -> None:
+        self._adapters = adapters
         self._media = media
         self._sees = not args.language_model_only
         self._allow_truncate = args.allow_auto_truncate
@@ -159,6 +162,7 @@ class RequestPreparer:
             _spread_ids(req.token_ids_logprob, count),
             _spread_keys("cache_salt", req.cache_salt, count),
             _spread_keys("extra_key", req.extra_key, count),
+            self._adapters_of(req.lora_path, count),
             _one_per_prompt("return_hidden_states", req.return_hidden_states, count, bool),
             strict=True,
         )
@@ -197,19 +201,28 @@ class RequestPreparer:
                 logprob_start_len=wanted[1],
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
-                hidden_start=len(input_ids) - 1 if req.embed else 0 if wanted[6] else -1,
+                hidden_start=len(input_ids) - 1 if req.embed else 0 if wanted[7] else -1,
                 segment_start=segment_start,
                 priority=priority,
                 thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
-                cache_namespace=_namespace(wanted[4], wanted[5]),
+                cache_namespace=_namespace(wanted[4], wanted[5], wanted[6]),
+                adapter=wanted[6],
                 received=received,
                 keep_s=min(req.keep_s, MAX_KEPT_S),
                 media=items,
             )
-            results.add(request, num_samples, explicit_length, bool(wanted[6]))
+            results.add(request, num_samples, explicit_length, bool(wanted[7]))
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return PreparedCall(rids, requests, texts, num_samples, placed_items, results.num_reserved)
+
+    def _adapters_of(self, names: Any, count: int) -> list[str | None]:
+        """Returns the id of each prompt's LoRA adapter. Raises RequestError, 404 for unknown names."""
+        wanted = _spread_keys("lora_path", names, count)
+        if any(wanted) and self._adapters is None:
+            raise RequestError("lora_path is not supported: this server takes no LoRA adapters (--enable-lora).")
+        adapters = self._adapters
+        return [None if adapters is None or name is None else adapters.require(name).id for name in wanted]
 
     def _priority(self, given: int | None) -> int:
         if given is not None and self._refuse_priorities:
@@ -483,8 +496,10 @@ def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:
     return [entry or None for entry in values]
 
 
-def _namespace(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Combines the two names into one, which differs for different pairs."""
+def _namespace(cache_salt: str | None, extra_key: str | None, adapter: str | None = None) -> str | None:
+    """Combines the names into one, which differs for different ones."""
+    if adapter is not None:
+        return json.dumps([cache_salt, extra_key, adapter])
     return None if cache_salt is None and extra_key is None else json.dumps([cache_salt, extra_key])
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.speculative import NGRAM
+from sglang.srt.managers.front.adapters import ServedAdapters
 from sglang.srt.managers.front.control_calls import Undo, ask_each, late_error, undo_where_done
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.draft_details import draft_counts
@@ -118,7 +119,11 @@ class TokenizerManager:
         if self.media is not None and (args.nnodes > 1 or args.use_ray):
             self._transfers = ArrayTransfers(self.media.files, self.replicas, self._send_endings)
         encode = None if tokenizer is None else self.text.encode
-        self.preparer = RequestPreparer(args, model_config, encode, self.media, self.text.encode_pair)
+        self.adapters: ServedAdapters | None = None
+        """LoRA adapters; None: the server takes none."""
+        if args.enable_lora:
+            self.adapters = ServedAdapters(args, self.control, self._uses_adapter)
+        self.preparer = RequestPreparer(args, model_config, encode, self.media, self.text.encode_pair, self.adapters)
         self._sequences = SequenceTable(None if self.media is None else self.media.files)
         self._logprobs = LogprobBudget()
         self._endings_retry: asyncio.TimerHandle | None = None
@@ -146,6 +151,19 @@ class TokenizerManager:
         path = self.args.speculative_ngram_external_corpus_path
         if path is not None and self.corpora is not None:
             await self.corpora.add(Path(path).name, await asyncio.to_thread(read_documents, path))
+
+    async def load_adapters(self) -> None:
+        """Loads the adapters of --lora-paths. Raises RequestError."""
+        if self.adapters is not None:
+            await self.adapters.load_from_flags()
+
+    def _uses_adapter(self, adapter: str) -> bool:
+        """Returns whether a sequence that has not ended has this adapter."""
+        return any(self._request_of(rid).adapter == adapter for rid in self._sequences.rids())
+
+    def _request_of(self, rid: str) -> TokenizedGenerateReq:
+        sequence = self._sequences[rid]
+        return sequence.stream.requests[sequence.index]
 
     def mark_up(self) -> None:
         """Marks the server as ready, unless it was found unhealthy meanwhile."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
 from sglang.srt.managers.scheduler.running_batch import RunningBatch
@@ -48,8 +49,10 @@ class PromptChoice:
         order: QueueOrder,
         ratio: NewTokenRatio,
         num_groups: int,
+        adapters: AdapterTable | None = None,
     ) -> None:
-        """num_groups: attention groups, whose steps are computed together."""
+        """num_groups: attention groups, whose steps are computed together. adapters: None without LoRA adapters."""
+        self.adapters = adapters
         self.runner, self.plan, self.kv, self.host_tier = runner, runner.plan, kv, host_tier
         self.running, self.waiting, self.order, self.ratio = running, waiting, order, ratio
         self.chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
@@ -63,6 +66,8 @@ class PromptChoice:
         go first; steps_run: steps are in flight."""
         chosen: list[tuple[Req, int]] = []
         self.media.begin(len(self.running))
+        if self.adapters is not None:
+            self.adapters.begin_step((*self.running.reqs, *chunked))
         for req in chunked:
             take = budget.take(req, req.kv_len)
             take = self.media.ready(req, req.kv_len, take)
@@ -76,6 +81,8 @@ class PromptChoice:
         for req in islice(self.queue(), MAX_EXAMINED):
             if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
+            if self.adapters is not None and not self.adapters.entering.may_enter(req):
+                continue
             prefix = self.kv.match(req)
             start = (req.namespace, req.cache_keys(min(SHARED_PREFIX, len(req.tokens))).tobytes())
             if prefix.length < SHARED_PREFIX and any(map(req.may_reuse_prefix, leave[start])):
@@ -162,3 +169,5 @@ class PromptChoice:
         )
         req.begin()
         self.runner.begin(req.slot, req.tokens, 0 if req.media is None else req.media.delta)
+        if self.adapters is not None:
+            self.adapters.place(req)

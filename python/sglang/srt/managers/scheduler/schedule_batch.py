@@ -57,6 +57,7 @@ class Req:
 
     __slots__ = (
         "_cache_keys",
+        "adapter",
         "admitted",
         "counters",
         "draft_tokens",
@@ -139,6 +140,8 @@ class Req:
         """Its prompt stays cached before others until then; 0: it does not."""
         self.seed = seed
         self.namespace = msg.cache_namespace
+        self.adapter = msg.adapter
+        """The id of its LoRA adapter; None: it has none."""
         self.stop_ids = stop_ids
         self.prompt, self.tokens = prompt, Tokens(prompt)
         self.output = self.tokens.output

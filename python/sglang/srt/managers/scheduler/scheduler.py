@@ -19,6 +19,7 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
 from sglang.srt.drafts.depth import Depth
+from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.counters import CHECKED, Counters
 from sglang.srt.managers.scheduler.intake import Intake, RequestTotals
@@ -102,9 +103,14 @@ class Scheduler:
         turns = max(1, self.steps_in_flight)
         self.running = RunningBatch(counters, runner.tokens_per_step, runner.lookahead_slots, turns)
         self.masks = MaskFiller()
+        self.adapters: AdapterTable | None = None
+        """LoRA adapters; None: the server takes none."""
+        if self.plan.adapters is not None:
+            self.adapters = AdapterTable(runner, args.lora_eviction_policy, args.max_loaded_loras)
         self.choice = PromptChoice(
-            runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size
-        )
+            runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size,
+            self.adapters,
+        )  # fmt: skip
         self.media = self.choice.media
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
@@ -445,6 +451,8 @@ class Scheduler:
         """Queues a request and returns it; or refuses it with a message to the client and returns None."""
         self._expire(msg.received)
         req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued)
+        if msg.adapter is not None and (self.adapters is None or msg.adapter not in self.adapters):
+            refusal = FinishReason("abort", message="The LoRA adapter has been unloaded.", status_code=404)
         if refusal is not None:
             self.totals.prompts.give_back(req.prompt, req.media is not None)
             self.refuse(req, refusal)
@@ -498,6 +506,10 @@ class Scheduler:
         for req in targets:
             self._finish(req, reason)
         self.outbox += output_messages(targets)
+
+    def uses_adapter(self, adapter: str) -> bool:
+        """Returns whether a request that runs or waits has this adapter."""
+        return any(req.adapter == adapter for req in self.reqs.values())
 
     def pause(self, mode: str) -> None:
         """Stops choosing steps. `abort` ends every request, `retract` sends running ones back to the queue, `in_place`

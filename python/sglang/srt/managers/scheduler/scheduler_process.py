@@ -29,6 +29,7 @@ from sglang.srt.kernels import late_compiles
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler import storage_control
+from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision, SlowMask
@@ -317,6 +318,29 @@ class SchedulerProcess:
         problem = storage_control.detach(self.scheduler, bool(msg.args.get("undo")))
         return ControlReply(msg.id, not problem, problem)
 
+    def _adapters(self) -> AdapterTable:
+        assert isinstance(self.scheduler, Scheduler)
+        assert self.scheduler.adapters is not None
+        return self.scheduler.adapters
+
+    def _read_adapter(self, msg: ControlReq) -> ControlReply:
+        self._adapters().begin(msg.args["adapter"], msg.args["path"])
+        return ControlReply(msg.id)
+
+    def _adapter_read(self, msg: ControlReq) -> ControlReply:
+        return ControlReply(msg.id, self._adapters().is_read(msg.args["adapter"]))
+
+    def _load_adapter(self, msg: ControlReq) -> ControlReply:
+        problem = self._adapters().end(msg.args["adapter"], msg.args["pinned"])
+        return ControlReply(msg.id, not problem, problem)
+
+    def _unload_adapter(self, msg: ControlReq) -> ControlReply:
+        adapter = msg.args["adapter"]
+        if isinstance(self.scheduler, Scheduler) and self.scheduler.uses_adapter(adapter):
+            return ControlReply(msg.id, False, "requests of the adapter run or wait")
+        self._adapters().unload(adapter)
+        return ControlReply(msg.id)
+
     def _ping(self, msg: ControlReq) -> ControlReply:
         return ControlReply(msg.id)
 
@@ -331,6 +355,10 @@ class SchedulerProcess:
         "storage_backend": _storage_backend,
         "attach_storage": _attach_storage,
         "detach_storage": _detach_storage,
+        "read_adapter": _read_adapter,
+        "adapter_read": _adapter_read,
+        "load_adapter": _load_adapter,
+        "unload_adapter": _unload_adapter,
         "ping": _ping,
     }
 

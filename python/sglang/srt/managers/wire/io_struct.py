@@ -57,6 +57,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None
     """Requests with different namespaces share no prefix cache (LoRA, cache salts)."""
+    adapter: str | None = None
+    """The id of a LoRA adapter that the schedulers have loaded; its requests have a namespace of their own."""
     received: float = 0.0
     """When the server got it, in seconds since 1970: the time base of `keep_s`, the same on every rank."""
     keep_s: float = 0.0
@@ -83,7 +85,8 @@ class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
     stop_profile, pause (`args`: mode), resume, set_corpora (`args`: path), storage_backend, attach_storage (`args`:
-    backend, extra, prefetch_policy, write_policy), detach_storage (`args`: undo, perhaps), ping."""
+    backend, extra, prefetch_policy, write_policy), detach_storage (`args`: undo, perhaps), read_adapter
+    (`args`: adapter, path), adapter_read (adapter), load_adapter (adapter, pinned), unload_adapter (adapter), ping."""
 
     id: str
     kind: str

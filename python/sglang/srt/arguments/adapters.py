@@ -1,0 +1,60 @@
+"""Options of LoRA adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.arguments.groups import ADAPTERS
+from sglang.srt.cli_args import option
+
+
+@dataclass(kw_only=True)
+class AdapterArgs:
+    """Options of LoRA adapters."""
+
+    enable_lora: bool = option(
+        False, ADAPTERS, "Serve LoRA adapters, which requests name; --lora-paths asks for it, too."
+    )
+    lora_paths: list[str] | None = option(
+        None,
+        ADAPTERS,
+        "Adapters that are there from the start, each a directory, NAME=DIRECTORY or a JSON object with lora_name, "
+        "lora_path and pinned (it keeps its place on the GPU).",
+    )
+    max_loras_per_batch: int = option(
+        8,
+        ADAPTERS,
+        "Adapters that lie on the GPU, and so may run at once; requests of others wait. Requests without one take no "
+        "place.",
+        minimum=1,
+        maximum=256,
+    )
+    max_loaded_loras: int | None = option(
+        None, ADAPTERS, "Adapters in main memory beyond which none is loaded before another is unloaded.", minimum=1
+    )
+    max_lora_rank: int | None = option(
+        None,
+        ADAPTERS,
+        "Largest rank of an adapter; the largest of --lora-paths if not given.",
+        minimum=1,
+        maximum=512,
+    )
+    lora_target_modules: list[str] | None = option(
+        None,
+        ADAPTERS,
+        "Last names of the modules that adapters may change, or all; those of --lora-paths if not given, and all "
+        "without.",
+    )
+    lora_eviction_policy: str = option(
+        "lru",
+        ADAPTERS,
+        "Which adapter leaves the GPU for another: the one that was used longest ago, or that came first.",
+        choices=("lru", "fifo"),
+    )
+    allowed_local_lora_path: str | None = option(
+        None,
+        ADAPTERS,
+        "Directory below which /load_lora_adapter reads adapters for clients of a server without a key. With a key, "
+        "its holders name any directory.",
+        metavar="DIRECTORY",
+    )

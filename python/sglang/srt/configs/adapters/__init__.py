@@ -1,0 +1,1 @@
+"""LoRA adapters as PEFT stores them: a folder with adapter_config.json and adapter_model.safetensors. No torch."""

@@ -1,0 +1,107 @@
+"""Routes that load and unload LoRA adapters: SGLang's, and vLLM's below `/v1`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from sglang.srt.entrypoints.http_body import Body, body_schema, read_body
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
+from sglang.srt.entrypoints.http_state import engine_of, state_of
+from sglang.srt.managers.front.adapters import ServedAdapters
+from sglang.srt.managers.front.generate_request import RequestError
+
+router = APIRouter(tags=["native"])
+
+
+class LoadAdapterBody(Body, kw_only=True):
+    lora_name: str
+    lora_path: str
+    pinned: bool | None = False
+    """It keeps its place on the GPU."""
+    load_inplace: bool | None = False
+    """Refused: unload the adapter, then load it."""
+
+
+class UnloadAdapterBody(Body, kw_only=True):
+    lora_name: str
+
+
+BODIES = (LoadAdapterBody, UnloadAdapterBody)
+
+
+def _adapters(request: Request) -> ServedAdapters:
+    adapters = engine_of(request).manager.adapters
+    if adapters is None:
+        raise bad_request("this server takes no LoRA adapters; start it with --enable-lora")
+    return adapters
+
+
+def _allowed_directory(request: Request) -> str | None:
+    """Returns the directory that clients may load from; None: any, for holders of a key. Raises ApiError 403 where
+    there is neither."""
+    args = state_of(request).args
+    if args.api_key is not None or args.admin_api_key is not None:
+        return None
+    if args.allowed_local_lora_path is None:
+        raise ApiError(
+            403,
+            "adapters are loaded by holders of the server's key: start it with --admin-api-key or --api-key, with"
+            " --allowed-local-lora-path, or with --lora-paths",
+        )
+    return args.allowed_local_lora_path
+
+
+async def _load(request: Request, adapters: ServedAdapters) -> LoadAdapterBody:
+    below = _allowed_directory(request)
+    body = await read_body(request, LoadAdapterBody)
+    if body.load_inplace:
+        raise bad_request("load_inplace is not supported: unload the adapter, then load it", param="load_inplace")
+    await adapters.load(body.lora_name, body.lora_path, bool(body.pinned), below)
+    return body
+
+
+def _result(adapters: ServedAdapters, error: str = "", status: int = 200) -> Response:
+    loaded = {name: adapter.path for name, adapter in adapters.loaded.items()}
+    said = {"error_message": error, "message": error, "error": {"message": error}} if error else {"error_message": ""}
+    return json_response({"success": not error, **said, "loaded_adapters": loaded}, status)
+
+
+@router.post("/load_lora_adapter", openapi_extra=body_schema(LoadAdapterBody))
+async def load_lora_adapter(request: Request) -> Response:
+    """Loads an adapter from a directory of the server. Requests may name it once this has answered."""
+    adapters = _adapters(request)
+    try:
+        await _load(request, adapters)
+    except RequestError as error:
+        return _result(adapters, error.message, error.status_code)
+    return _result(adapters)
+
+
+@router.post("/unload_lora_adapter", openapi_extra=body_schema(UnloadAdapterBody))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Unloads an adapter once the requests that have it have ended; new ones are refused from now on."""
+    adapters = _adapters(request)
+    body = await read_body(request, UnloadAdapterBody)
+    try:
+        await adapters.unload(body.lora_name)
+    except RequestError as error:
+        return _result(adapters, error.message, 400 if error.status_code == 404 else error.status_code)
+    return _result(adapters)
+
+
+@router.post("/v1/load_lora_adapter", openapi_extra=body_schema(LoadAdapterBody))
+async def load_adapter_of_vllm(request: Request) -> Response:
+    """As /load_lora_adapter, with vLLM's answers."""
+    body = await _load(request, _adapters(request))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", openapi_extra=body_schema(UnloadAdapterBody))
+async def unload_adapter_of_vllm(request: Request) -> Response:
+    """As /unload_lora_adapter, with vLLM's answers."""
+    adapters = _adapters(request)
+    body = await read_body(request, UnloadAdapterBody)
+    await adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

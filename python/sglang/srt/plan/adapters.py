@@ -1,0 +1,95 @@
+"""Plans the memory of LoRA adapters: how many lie on the device at once, of which rank, for which modules. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.configs.adapters.arguments import MODULES_OF, named_adapters
+from sglang.srt.configs.adapters.config import MAX_RANK
+from sglang.srt.configs.adapters.files import read_adapter_files
+from sglang.srt.errors import UserError
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import RankWeights
+from sglang.srt.plan.weight_spec import Matrix
+from sglang.srt.server_args import ServerArgs
+
+RANK_MULTIPLE = 16
+"""Ranks are padded to a multiple of it in memory; kernels stop at the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """The memory for adapters on a device. `slots`: adapters at once; `rank`: the largest that one may have; `targets`:
+    last names of the modules that may have A and B, None: all linear layers."""
+
+    slots: int
+    rank: int
+    targets: frozenset[str] | None
+
+    @property
+    def room(self) -> int:
+        """Returns the rank for which there is memory."""
+        return -(-self.rank // RANK_MULTIPLE) * RANK_MULTIPLE
+
+    def serves(self, modules: Iterable[str]) -> bool:
+        """Returns whether a layer made of these modules has memory for adapters."""
+        return self.targets is None or any(module.rpartition(".")[2] in self.targets for module in modules)
+
+    def num_bytes(self, of_rank: RankWeights, dtype: str) -> int:
+        """Returns the bytes of A and B of all slots on a rank."""
+        elements = 0
+        for layer, matrix in layer_matrices(of_rank):
+            if self.serves(of_rank.model.names.layer_module(layer, matrix.name, part) for part in matrix.parts):
+                elements += self.room * (len(matrix.parts) * matrix.cols + matrix.rows)
+        return self.slots * elements * KV_DTYPE_BYTES[dtype]
+
+    def describe(self) -> dict[str, Any]:
+        """Describes the plan for /server_info."""
+        targets = "all" if self.targets is None else sorted(self.targets)
+        return {"slots": self.slots, "max_rank": self.rank, "target_modules": targets}
+
+
+def layer_matrices(of_rank: RankWeights) -> Iterator[tuple[int, Matrix]]:
+    """Yields the linear layers of a rank that may have adapters, with their layer's number."""
+    for layer, weights in enumerate(of_rank.layers):
+        for part in weights:
+            if isinstance(part, Matrix) and not part.experts and part.name in of_rank.model.names.layer:
+                yield layer, part
+
+
+def plan_adapters(args: ServerArgs) -> AdapterPlan | None:
+    """Returns the plan that the flags ask for; None: the server takes no adapters. Raises UserError for adapters of
+    --lora-paths that cannot be served."""
+    if not args.enable_lora:
+        return None
+    rank, targets = args.max_lora_rank, _asked_targets(args.lora_target_modules)
+    adapters = named_adapters(args.lora_paths or ())
+    files = [read_adapter_files(adapter.folder) for adapter in adapters]
+    if rank is None:
+        if not files:
+            raise UserError("--enable-lora without --lora-paths needs --max-lora-rank, the largest rank of an adapter.")
+        rank = max(each.largest_rank for each in files)
+    if args.lora_target_modules is None and files:
+        targets = frozenset(module.rpartition(".")[2] for each in files for module in each.pairs)
+    for each in files:
+        if each.largest_rank > rank:
+            raise UserError(f"{each.folder} has rank {each.largest_rank}, above --max-lora-rank {rank}.")
+    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets)
+
+
+def check_adapters(model: ModelDescription) -> None:
+    """Raises UserError for models that take no adapters."""
+    if model.transformers_class is not None:
+        raise UserError("--enable-lora: models by transformers take no adapters here; use a family that is served.")
+    if model.pooling is not None:
+        raise UserError("--enable-lora: models of embeddings and labels take no adapters here.")
+
+
+def _asked_targets(names: list[str] | None) -> frozenset[str] | None:
+    """Returns the modules of --lora-target-modules; None: all."""
+    if names is None or names == ["all"]:
+        return None
+    return frozenset(module for name in names for module in (name, *MODULES_OF.get(name, ())))

@@ -1,0 +1,172 @@
+"""LoRA adapters over HTTP: by lora_path, behind the model's name and as a model; loading and unloading, also under
+traffic; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import safetensors.torch
+import torch
+from live_server import LiveServer, live_server
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+
+PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?\nAnswer:"
+
+
+def write(folder: Path, seed: int, rank: int = 4) -> Path:
+    """A random adapter of the embedded model's attention."""
+    config = json.loads((Path(DEFAULT_MODEL_PATH) / "config.json").read_text())
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heights = {"q_proj": config["num_attention_heads"] * dim, "v_proj": config["num_key_value_heads"] * dim}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, height in heights.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = torch.randn(height, rank, generator=generator) * 0.1
+    folder.mkdir()
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": [*heights]}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("loras")
+    return {name: write(root / name, seed) for seed, name in enumerate(("a", "b", "c"))}
+
+
+@pytest.fixture(scope="module")
+def served(folders: dict[str, Path]) -> Iterator[LiveServer]:
+    flags = ("--lora-paths", f"a={folders['a']}", f"org:b={folders['b']}", "--max-loras-per-batch", "2")
+    rest = ("--max-lora-rank", "8", "--served-model-name", "tiny", "--lora-target-modules", "all")
+    with live_server(*flags, *rest, "--allowed-local-lora-path", str(folders["a"].parent)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(served: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+def generate(http: httpx.Client, **body: Any) -> str:
+    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    answer = http.post("/generate", json={"text": PROMPT, "sampling_params": sampling, **body})
+    assert answer.status_code == 200, answer.text
+    said: str = answer.json()["text"]
+    return said
+
+
+def completed(http: httpx.Client, model: str, **body: Any) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **body}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_every_way_to_name_an_adapter(http: httpx.Client) -> None:
+    base, a, b = (generate(http, lora_path=name) for name in (None, "a", "org:b"))
+    assert len({base, a, b}) == 3
+    assert completed(http, "tiny") == base
+    for model, text in (("tiny:a", a), ("a", a), ("org:b", b), ("tiny:org:b", b), ("other:a", a)):
+        assert completed(http, model) == text, model
+    assert completed(http, "tiny", lora_path="org:b") == b
+    assert completed(http, "tiny:a", lora_path="org:b") == a  # the model's name wins
+    both = http.post(
+        "/generate",
+        json={
+            "text": [PROMPT] * 3,
+            "lora_path": ["a", None, "org:b"],
+            "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True},
+        },
+    ).json()
+    assert [one["text"] for one in both] == [a, base, b]
+
+
+def test_chat_and_models(served: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        cards = {card.id: card for card in client.models.list()}
+        assert [*cards] == ["tiny", "a", "org:b"]
+        assert cards["a"].model_extra is not None and cards["a"].model_extra["parent"] == "tiny"
+        assert client.models.retrieve("org:b").id == "org:b"
+        said = {
+            model: client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0
+            )
+            .choices[0]
+            .message.content
+            for model in ("tiny", "tiny:a", "a")
+        }
+        assert said["tiny:a"] == said["a"] != said["tiny"]
+        for unknown in ("tiny:nobody", "nobody", "gpt-9"):
+            with pytest.raises(openai.NotFoundError, match="does not exist"):
+                client.completions.create(model=unknown, prompt="x")
+    answer = httpx.post(f"{served.url}/generate", json={"text": "x", "lora_path": "nobody"})
+    assert answer.status_code == 404 and "nobody" in answer.text
+
+
+def test_load_and_unload(http: httpx.Client, folders: dict[str, Path]) -> None:
+    base = generate(http)
+    loaded = http.post("/load_lora_adapter", json={"lora_name": "c", "lora_path": str(folders["c"])})
+    assert loaded.status_code == 200 and loaded.json()["success"]
+    assert loaded.json()["loaded_adapters"] == {
+        "a": str(folders["a"]), "org:b": str(folders["b"]), "c": str(folders["c"]),
+    }  # fmt: skip
+    with_c = generate(http, lora_path="c")
+    assert with_c != base
+    again = http.post("/load_lora_adapter", json={"lora_name": "c", "lora_path": str(folders["c"])})
+    assert again.status_code == 400 and "loaded already" in again.json()["error_message"]
+    gone = http.post("/unload_lora_adapter", json={"lora_name": "c"})
+    assert gone.status_code == 200 and "c" not in gone.json()["loaded_adapters"]
+    assert http.post("/generate", json={"text": "x", "lora_path": "c"}).status_code == 404
+    assert http.post("/unload_lora_adapter", json={"lora_name": "c"}).status_code == 400
+    body = {"lora_name": "c", "lora_path": str(folders["c"])}
+    of_vllm = http.post("/v1/load_lora_adapter", json=body)
+    assert of_vllm.status_code == 200 and of_vllm.text.startswith("Success")
+    assert completed(http, "c") == with_c
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "c"}).status_code == 200
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "c"}).status_code == 404
+
+
+def test_unloading_waits_for_requests(http: httpx.Client, folders: dict[str, Path]) -> None:
+    body = {"lora_name": "d", "lora_path": str(folders["c"])}
+    assert http.post("/load_lora_adapter", json=body).status_code == 200
+    alone = generate(http, lora_path="d")
+    with ThreadPoolExecutor(8) as threads:
+        sampling = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+        running = [
+            threads.submit(http.post, "/generate", json={"text": PROMPT, "lora_path": "d", "sampling_params": sampling})
+            for _ in range(4)
+        ]
+        while not http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] and not running[0].done():
+            pass
+        assert http.post("/unload_lora_adapter", json={"lora_name": "d"}).status_code == 200
+        for each in running:  # those that came before it ended whole, the others were refused
+            answer = each.result()
+            assert answer.status_code == 404 or answer.json()["text"].startswith(alone)
+
+
+def test_what_is_refused(http: httpx.Client, folders: dict[str, Path], tmp_path: Path) -> None:
+    outside = write(tmp_path / "outside", 7)
+    large = write(folders["a"].parent / "large", 8, rank=16)
+    link = folders["a"].parent / "link"
+    link.symlink_to(outside)
+    for path in (str(outside), str(link), str(large), "", "/", "no/such/dir", f"{folders['a']}/../../outside"):
+        answer = http.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+        assert answer.status_code == 400 and not answer.json()["success"], path
+    for name in ("", "a\n", "x" * 300, "tiny", "a"):
+        answer = http.post("/load_lora_adapter", json={"lora_name": name, "lora_path": str(folders["c"])})
+        assert answer.status_code == 400, name
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "org:b"]
+    assert generate(http, lora_path="a") != generate(http)

@@ -1,0 +1,216 @@
+"""Requests with LoRA adapters in the scheduler, against transformers with each adapter merged into the weights in
+fp32: every mixture of adapters in a step, prefixes, eviction and reload, more adapters than slots, unloading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.configs.adapters.files import content_id
+from sglang.srt.managers.scheduler import adapter_table
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.wire.io_struct import AbortReq
+from sglang.srt.server_args import ServerArgs
+from srt.adapter_files import LINEAR, write_adapter
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.models.harness import VOCAB, save_tiny
+
+NEW_TOKENS = 8
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj", "down_proj")
+FORMS: dict[str, dict[str, Any]] = {
+    "rank 1": {"rank": 1, "names": ("q_proj", "down_proj")},
+    "rank 8, no q": {"rank": 8, "names": ("k_proj", "v_proj", "up_proj")},
+    "rank 17, rslora": {"rank": 17, "use_rslora": True},
+    "rank 64, bf16": {"rank": 64, "dtype": torch.bfloat16},
+    "patterns": {
+        "rank": 4, "ranks": {"q_proj": 9, "layers.1.mlp.up_proj": 33}, "alphas": {"o_proj": 3.5, "q_proj": 40},
+    },
+    "one layer": {"layers_to_transform": [1], "target_modules": ".*layers.1.*(_proj)"},
+    "all-linear": {"target_modules": "all-linear", "fan_in_fan_out": True},
+}  # fmt: skip
+
+
+def prompt(seed: int, length: int = 20) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Adapters:
+    """A tiny model on disk with adapters, and what transformers says about each."""
+
+    def __init__(self, name: str, folder: Path, forms: dict[str, dict[str, Any]]) -> None:
+        self.folder = folder / "model"
+        base = save_tiny(name, self.folder)
+        self.models: dict[str | None, Any] = {None: base}
+        self.paths = {form: folder / f"adapter {number}" for number, form in enumerate(forms)}
+        for number, (form, options) in enumerate(forms.items()):
+            self.models[form] = write_adapter(self.paths[form], base, number, **options)
+        self.ids = {form: content_id(path) for form, path in self.paths.items()}
+        self._outputs: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
+
+    def greedy(self, form: str | None, ids: list[int]) -> list[int]:
+        key = form, tuple(ids)
+        if key not in self._outputs:
+            tokens = list(ids)
+            for _ in range(NEW_TOKENS):
+                with torch.inference_mode():
+                    tokens.append(int(self.models[form](torch.tensor([tokens])).logits[0, -1].argmax()))
+            self._outputs[key] = tokens[len(ids) :]
+        return self._outputs[key]
+
+    def scheduler(self, load: bool = True, **options: Any) -> Scheduler:
+        args = ServerArgs.from_kwargs(
+            model_path=str(self.folder), device="cpu", skip_tokenizer_init=True, enable_lora=True,
+            **{"max_total_tokens": 4096, "max_running_requests": 8, "max_lora_rank": 64, **options},
+        )  # fmt: skip
+        scheduler = Scheduler(args, create_runner(args), StopChecker(None))
+        for form in self.paths if load else ():
+            self.load(scheduler, form)
+        return scheduler
+
+    def load(self, scheduler: Scheduler, form: str, pinned: bool = False) -> None:
+        assert scheduler.adapters is not None
+        scheduler.adapters.begin(self.ids[form], str(self.paths[form]))
+        assert scheduler.adapters.end(self.ids[form], pinned) == ""
+
+    def ask(self, scheduler: Scheduler, rid: str, form: str | None, ids: list[int]) -> None:
+        msg = request(rid, ids, NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        if form is not None:
+            msg.adapter = msg.cache_namespace = self.ids[form]
+        add(scheduler, msg)
+
+    def check(self, collector: Collector, asked: dict[str, tuple[str | None, list[int]]]) -> None:
+        for rid, (form, ids) in asked.items():
+            assert collector.tokens[rid] == self.greedy(form, ids), f"{rid}: {form}"
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapters]:
+    yield Adapters("qwen3", tmp_path_factory.mktemp("adapters"), FORMS)
+
+
+def run(adapters: Adapters, scheduler: Scheduler, asked: dict[str, tuple[str | None, list[int]]]) -> Collector:
+    collector = Collector()
+    for rid, (form, ids) in asked.items():
+        adapters.ask(scheduler, rid, form, ids)
+    run_to_end(scheduler, collector)
+    adapters.check(collector, asked)
+    assert_clean(scheduler)
+    return collector
+
+
+def test_every_form_changes_answers(adapters: Adapters) -> None:
+    answers = {form: tuple(adapters.greedy(form, prompt(1))) for form in (None, *FORMS)}
+    assert len(set(answers.values())) == len(answers)
+
+
+def test_one_prompt_with_every_adapter_at_once(adapters: Adapters) -> None:
+    scheduler = adapters.scheduler()
+    asked = {str(form): (form, prompt(1)) for form in (None, *FORMS)}
+    for _ in range(2):  # from the prefix cache the second time
+        run(adapters, scheduler, asked)
+    assert scheduler.stats._cached > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_more_adapters_than_slots(
+    adapters: Adapters, policy: str, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = adapters.scheduler(False, max_loras_per_batch=2, lora_eviction_policy=policy, chunked_prefill_size=16)
+    assert scheduler.adapters is not None
+    for number, form in enumerate(FORMS):
+        adapters.load(scheduler, form, pinned and number == 0)
+    loads: list[int] = []
+    load = scheduler.runner.load_adapter
+    scheduler.runner.load_adapter = lambda slot, adapter: (loads.append(slot), load(slot, adapter))[1]
+    generator = torch.Generator().manual_seed(3)
+    forms = [None, *FORMS]
+    order = torch.randint(0, len(forms), (30,), generator=generator).tolist()
+    asked = {f"r{i}": (forms[number], prompt(i % 4)) for i, number in enumerate(order)}
+    monkeypatch.setattr(adapter_table, "MAX_PASSED", 2)  # or those of one adapter pass all others
+    run(adapters, scheduler, asked)
+    assert len(loads) > len(FORMS)  # some came twice
+    if pinned:
+        first = adapters.ids[next(iter(FORMS))]
+        slot = scheduler.adapters._loaded[first].slot
+        assert slot and loads.count(slot) == 1
+    assert scheduler.adapters.usage() == {"loaded": len(FORMS), "in_slots": 2}
+
+
+def test_a_waiting_adapter_is_passed_a_bounded_number_of_times(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_table, "MAX_PASSED", 3)
+    scheduler = adapters.scheduler(False, max_loras_per_batch=1, max_running_requests=2)
+    one, other = "rank 1", "rank 8, no q"
+    for form in (one, other):
+        adapters.load(scheduler, form)
+    asked: dict[str, tuple[str | None, list[int]]] = {"first": (one, prompt(0)), "waits": (other, prompt(0))}
+    asked |= {f"r{i}": (one, prompt(i)) for i in range(12)}
+    collector = run(adapters, scheduler, asked)
+    order = list(collector.tokens)  # as their first tokens came
+    assert 1 < order.index("waits") <= 1 + 3
+
+
+def test_prefixes_never_cross(adapters: Adapters) -> None:
+    scheduler = adapters.scheduler()
+    ids = prompt(9, 40)
+    forms = [None, "rank 64, bf16", "rank 17, rslora"]
+    for number, form in enumerate(forms):
+        cached = scheduler.stats._cached
+        run(adapters, scheduler, {f"{number}": (form, ids)})
+        assert scheduler.stats._cached == cached, form
+
+
+def test_aborts_and_unloading(adapters: Adapters) -> None:
+    scheduler = adapters.scheduler()
+    assert scheduler.adapters is not None
+    adapters.ask(scheduler, "a", "rank 1", prompt(1))
+    adapters.ask(scheduler, "b", "patterns", prompt(1))
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.uses_adapter(adapters.ids["rank 1"])
+    scheduler.abort(AbortReq(["a"]))
+    assert not scheduler.uses_adapter(adapters.ids["rank 1"])
+    scheduler.adapters.unload(adapters.ids["rank 1"])
+    collector = Collector()
+    run_to_end(scheduler, collector)
+    adapters.check(collector, {"b": ("patterns", prompt(1))})
+    adapters.ask(scheduler, "gone", "rank 1", prompt(1))
+    (message,) = scheduler.outbox
+    assert message.finish[0] is not None and message.finish[0].status_code == 404
+    scheduler.outbox.clear()
+    adapters.load(scheduler, "rank 1")
+    run(adapters, scheduler, {"again": ("rank 1", prompt(1))})
+
+
+def test_drafts_are_verified_with_the_adapter(adapters: Adapters) -> None:
+    scheduler = adapters.scheduler(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    ids = prompt(2, 6) * 4
+    run(adapters, scheduler, {str(form): (form, ids) for form in (None, *FORMS)})
+
+
+def test_retracted_requests(adapters: Adapters) -> None:
+    scheduler = adapters.scheduler(False, max_loras_per_batch=2, max_total_tokens=96, page_size=1)
+    for form in FORMS:
+        adapters.load(scheduler, form)
+    asked = {f"r{i}": (form, prompt(i)) for i, form in enumerate([*FORMS, None, *FORMS])}
+    run(adapters, scheduler, asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [("deepseek_v3", LATENT), ("qwen3_5", DELTA), ("qwen3_moe", LINEAR[:4]), ("llama_bias_llama3", LINEAR)],
+)
+def test_other_layers(tmp_path: Path, model: str, names: tuple[str, ...]) -> None:
+    one = Adapters(model, tmp_path, {"a": {"names": names}, "b": {"names": names[:1], "rank": 3}})
+    asked = {f"{form} {seed}": (form, prompt(seed)) for form in (None, "a", "b") for seed in (1, 2)}
+    run(one, one.scheduler(disable_shared_experts_fusion=True), asked)
+    assert one.greedy("a", prompt(1)) != one.greedy(None, prompt(1))
