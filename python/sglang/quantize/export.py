@@ -145,9 +145,9 @@ def _check_target(out: Path) -> None:
     """Raises UserError for a target that is no empty directory."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another output directory")
-    if not out.exists() or not (found := list(out.iterdir())):
+    if not out.exists() or not (files := list(out.iterdir())):
         return
-    if all(path.suffix == PARTIAL for path in found):
+    if all(path.suffix == PARTIAL for path in files):
         raise UserError(f"{out} has only what an interrupted run left behind; remove that directory")
     raise UserError(f"{out} exists and is not empty; choose another output directory")
 
