@@ -90,7 +90,7 @@ class FakeRunner:
         sizes = PoolSizes(pool // page * page, page, max_reqs, context, windows, has_states, checkpoints or 0)
         self.plan = SimpleNamespace(
             pool_sizes=sizes, page_size=page, context_len=context, caches_prefixes=checkpoints != 0, host_cache=None,
-            chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
+            adapters=None, chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip
         self.launches = PromptLaunches()

@@ -66,7 +66,7 @@ def test_graphs_of_the_most_rows_are_captured_first(widths: tuple[int, ...]) -> 
     runner = object.__new__(GraphRunner)
     runner.sizes = GraphSizes((1, 2, 4, 8, 12, 16), (16, 64), (0, 4, 8), StepWidths(widths))
     for prompts in (True, False):
-        rows = [shape.num_tokens for shape in runner._shapes() if shape.has_prompts == prompts]
+        rows = [shape.num_tokens for shape in runner._plain_shapes() if shape.has_prompts == prompts]
         assert rows == sorted(rows, reverse=True)
 
 

@@ -51,7 +51,7 @@ def test_prompts_behind_a_shared_prefix_have_no_graph() -> None:
     """Nor has the step if the prompt is another attention group's: all compute in one shape."""
     graphs = object.__new__(GraphRunner)
     attention = SimpleNamespace(shares_prefixes=lambda new, prefixes: max(prefixes, default=0) >= 8192)
-    graphs.sizes, graphs.state = SIZES, cast(Any, SimpleNamespace(attention=attention))
+    graphs.sizes, graphs.state = SIZES, cast(Any, SimpleNamespace(attention=attention, has_adapters=lambda step: False))
     for prefix in (100, 9000):
         step, in_graph = padding_prompt(16, prefix, draft_tokens=False), prefix == 100
         assert (graphs.shape_of(step) is not None) == in_graph

@@ -87,7 +87,7 @@ def test_the_plan_counts_the_rows_of_verify_steps(words: tuple[str, ...], tmp_pa
     state: Any = SimpleNamespace(attention=attention, has_drafts=bool(words))
     graphs = object.__new__(GraphRunner)
     graphs.sizes = graph_sizes(plan, state, plan.step_widths)
-    without_prompts = [shape for shape in graphs._shapes() if not shape.has_prompts]
+    without_prompts = [shape for shape in graphs._plain_shapes() if not shape.has_prompts]
     assert len(without_prompts) == sizes.num_decode_graphs
     assert max(shape.num_tokens for shape in without_prompts) == sizes.graph_rows
     assert plan.step_widths == sizes.step_widths
@@ -96,7 +96,7 @@ def test_the_plan_counts_the_rows_of_verify_steps(words: tuple[str, ...], tmp_pa
     assert memory.logits == logits_bytes(plan.description, sizes.decode_rows, plan.ranks)
     assert memory.logits >= sizes.decode_rows * vocabulary * FP32
     assert memory.graphs == graph_bytes(plan.description, "bfloat16", sizes)
-    assert memory.graphs >= 2 * sizes.graph_rows * vocabulary * FP32 + len(list(graphs._shapes())) * 6 * MIB
+    assert memory.graphs >= 2 * sizes.graph_rows * vocabulary * FP32 + len(list(graphs._plain_shapes())) * 6 * MIB
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM")

@@ -1036,6 +1036,7 @@ class NativePlan:
     num_positions: int = 256
     model_impl: str = "auto"
     trust_remote_code: bool = False
+    adapters: None = None
 
     @property
     def decode_rows(self) -> int:
