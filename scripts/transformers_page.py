@@ -90,8 +90,9 @@ A request may have several. Chunks may cut an image, prefixes are known by the p
 - An image of `llava` or `lighton_ocr` is one run of placeholders; over Pixtral's encoder `llava` has a run for each
   row, as `mistral3` has. Those of `idefics3`, `smolvlm` and `aya_vision` are tiles with a run each, and those of
   `internvl` tiles in one run.
-- Each token stands for a square of pixels. Other encoders are refused: those that cut edges off (`llava_next`), see
-  images both ways (`paligemma`), have positions with sections (`qwen2_vl`) or add features behind layers.
+- Each token stands for a square of pixels. Other encoders are refused: those that cut edges off (`llava_next`), those
+  whose language model attends in both directions over an image (`paligemma`), those with M-RoPE positions
+  (`qwen2_vl`), and those that add features to the output of later layers (deepstack).
 - Videos are not read. `--mm-enable-dp-encoder` is refused, and every rank of `--tp-size` encodes by itself.
 - An image is encoded at once, not in slices between decode steps.
 - `--language-model-only` serves the text alone, without the weights of the encoder.
