@@ -94,6 +94,24 @@ def test_every_way_to_name_an_adapter(http: httpx.Client) -> None:
     assert [one["text"] for one in both] == [a, base, b]
 
 
+def test_other_apis_know_adapters_by_their_names(http: httpx.Client) -> None:
+    def said(path: str, model: str) -> str:
+        question = [{"role": "user", "content": "Hello"}]
+        if path == "/v1/messages":
+            answer = http.post(path, json={"model": model, "messages": question, "max_tokens": 8, "temperature": 0})
+            text = "".join(part.get("text", "") for part in answer.json()["content"])
+        else:
+            body = {"model": model, "input": "Hello", "max_output_tokens": 8, "temperature": 0}
+            answer = http.post(path, json=body)
+            text = "".join(c["text"] for out in answer.json()["output"] for c in out.get("content", ()) if "text" in c)
+        assert answer.status_code == 200 and text, answer.text
+        return text
+
+    for path in ("/v1/messages", "/v1/responses"):
+        base, a = said(path, "tiny"), said(path, "a")
+        assert a == said(path, "tiny:a") != base == said(path, "claude-x"), path
+
+
 def test_chat_and_models(served: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         cards = {card.id: card for card in client.models.list()}
