@@ -12,7 +12,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints import http_adapters, http_corpora, http_native, http_refused, http_sessions, http_storage
+from sglang.srt.entrypoints import (
+    http_adapters,
+    http_corpora,
+    http_native,
+    http_refused,
+    http_sessions,
+    http_storage,
+    http_weights,
+)
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
@@ -40,6 +48,7 @@ FORMS = (
     http_adapters,
     http_corpora,
     http_storage,
+    http_weights,
 )
 """Modules with the routes of one API each (`router`), and the structs of their request bodies (`BODIES`)."""
 OFTEN = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
