@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 MIN_AGREEMENT = 0.9
 """Smallest cosine of a prompt's logits before a sleep and after it. They are equal but for the order of sums, from
 which a router of experts may choose others; weights that were lost give about 0."""
+BUSY = "requests run or wait: abort them, wait for them, or pause them with the mode retract"
 NO_SAVER = "this server keeps its memory: start it with --enable-memory-saver"
 
 
@@ -99,7 +100,7 @@ class MemoryControl:
         self._scheduler.sync()
         reqs, paused = self._scheduler.reqs, self._scheduler.paused
         if (reqs and not paused) or (KV_CACHE in tags and any(req.slot for req in reqs.values())):
-            return "requests run or wait: abort them, wait for them, or pause them with the mode retract"
+            return BUSY
         return saver.problem_of_copy() if WEIGHTS in tags and keep_weights else ""
 
     @staticmethod

@@ -32,7 +32,7 @@ from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.memory_control import MemoryControl
+from sglang.srt.managers.scheduler.memory_control import BUSY, MemoryControl
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision, SlowMask
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
@@ -289,7 +289,7 @@ class SchedulerProcess:
 
     def _sleep(self, msg: ControlReq) -> ControlReply:
         problem = self.memory.sleep(msg.args["tags"], msg.args["keep_weights"])
-        return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire()})
+        return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire(), "busy": problem == BUSY})
 
     def _wake(self, msg: ControlReq) -> ControlReply:
         problem = self.memory.wake(msg.args["tags"])
