@@ -34,9 +34,18 @@ class Rank:
     """A scheduler of a tiny model whose memory can be given back."""
 
     def __init__(self, folder: Path, **args: Any) -> None:
-        flags = {"max_total_tokens": 256, "max_running_requests": 4, "page_size": 1, "context_length": 64}
+        flags: dict[str, Any] = {
+            "max_total_tokens": 256,
+            "max_running_requests": 4,
+            "page_size": 1,
+            "context_length": 64,
+        }
+        flags |= {"enable_memory_saver": True, **args}
         self.args = ServerArgs(
-            model_path=str(folder), skip_tokenizer_init=True, random_seed=1, **{"enable_memory_saver": True, **flags, **args}
+            model_path=str(folder),
+            skip_tokenizer_init=True,
+            random_seed=1,
+            **flags,
         )
         self.runner = create_runner(self.args)
         self.scheduler = Scheduler(self.args, self.runner, StopChecker(None))

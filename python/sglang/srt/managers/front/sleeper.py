@@ -50,8 +50,8 @@ class Sleeper:
     async def sleep(
         self, tags: Collection[str] | None, keep_weights: bool, mode: str = WAIT, limit_s: float = DRAIN_LIMIT_S
     ) -> None:
-        """Gives the memory of these tags back, of all for none. mode: requests that run are aborted, waited for, or kept
-        until the server is awake. Raises RequestError: 503 if they still run after `limit_s` seconds."""
+        """Gives the memory of these tags back, of all for none. mode: requests that run are aborted, waited for, or
+        kept until the server is awake. Raises RequestError: 503 if they still run after `limit_s` seconds."""
         await self._completed(self._sleep(self._checked(tags), keep_weights, mode, limit_s))
 
     async def wake(self, tags: Collection[str] | None = None) -> None:

@@ -32,8 +32,8 @@ from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.memory_control import BUSY, MemoryControl
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision, SlowMask
+from sglang.srt.managers.scheduler.memory_control import BUSY, MemoryControl
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays

@@ -104,7 +104,9 @@ class MemorySaver:
         wanted = 0 if self._copy is not None and self._copy_is_whole else self.arenas.size(WEIGHTS)
         if wanted + RESERVE <= free or not wanted:
             return ""
-        return f"a copy of the weights takes {wanted / 1e9:.1f} GB of main memory, of which {free / 1e9:.1f} GB are free"
+        return (
+            f"a copy of the weights takes {wanted / 1e9:.1f} GB of main memory, of which {free / 1e9:.1f} GB are free"
+        )
 
     def sleep(self, tags: Sequence[str], keep_weights: bool) -> bool:
         """Gives the memory of `tags` back. keep_weights: a copy of the weights stays in main memory; otherwise only of
