@@ -69,11 +69,11 @@ class Segments:
     def all(self, tag: str) -> list[tuple[int, int, int]]:
         """Returns the address, the size and the state of each segment of a tag."""
         number, told = TAGS.index(tag), (ctypes.c_uint64 * 3)()
-        found = []
+        segments = []
         for index in range(self.library.arena_count(number)):
             self.library.arena_segment(number, index, told)
-            found.append((int(told[0]), int(told[1]), int(told[2])))
-        return found
+            segments.append((int(told[0]), int(told[1]), int(told[2])))
+        return segments
 
     def call(self, name: str, tag: str, *args: int) -> None:
         """Calls a function of the library for a tag. Raises MemoryError with CUDA's code."""

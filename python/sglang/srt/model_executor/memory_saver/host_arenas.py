@@ -23,7 +23,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[int, StorageWeakRef] = {}
+        self.storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -31,7 +31,7 @@ class _Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 if storage.nbytes():
-                    self.found[storage.data_ptr()] = StorageWeakRef(storage)
+                    self.storages[storage.data_ptr()] = StorageWeakRef(storage)
         return out
 
 
@@ -50,7 +50,7 @@ class HostArenas:
         recorder = _Recorder()
         with recorder:
             yield
-        self._found.setdefault(tag, []).extend(recorder.found.values())
+        self._found.setdefault(tag, []).extend(recorder.storages.values())
 
     def size(self, tag: str) -> int:
         """Returns the bytes of an arena."""
