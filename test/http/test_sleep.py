@@ -9,6 +9,8 @@ import httpx
 import pytest
 from live_server import LiveServer, live_server
 
+from sglang.embedded import EAGLE3_PATH
+
 FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup", "--max-total-tokens", "2048", "--enable-metrics")
 
 
@@ -119,3 +121,25 @@ def test_without_the_flag(server: LiveServer) -> None:
         for path in ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"):
             assert "--enable-memory-saver" in http.post(path).text
         assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+LAYOUTS = {
+    "two ranks": ("--tp", "2"),
+    "two stages": ("--pp", "2"),
+    "two replicas": ("--dp", "2"),
+    "a draft": ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", EAGLE3_PATH),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_sleep(layout: str) -> None:
+    with live_server(*FLAGS, *LAYOUTS[layout]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        expected = text_of(http)
+        for _ in range(2):
+            assert http.post("/release_memory_occupation").status_code == 200
+            assert answer(http).status_code == 503
+            for state in http.get("/server_info").json()["internal_states"]:
+                assert state["memory_saver"]["asleep"]
+            assert http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
+            assert http.post("/resume_memory_occupation").status_code == 200
+            assert [text_of(http) for _ in range(3)] == [expected] * 3
