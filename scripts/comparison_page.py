@@ -86,7 +86,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "weight_updates.md",
             "`--weight-transfer-config`",
         ),
-        Feature("Memory given back while idle", "--enable-memory-saver", "", "`--enable-sleep-mode`"),
+        Feature("Memory given back while idle", "--enable-memory-saver", "several_models.md", "`--enable-sleep-mode`"),
         Feature("Experts in CPU memory", "--enable-paged-experts", "expert_offload.md", "`--cpu-offload-gb`"),
         Feature("Experts computed by CPUs", "--kt-cpuinfer", "expert_offload.md#experts-on-cpus", "no"),
     ),

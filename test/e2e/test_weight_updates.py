@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH, EAGLE3_PATH
-from sglang.srt.distributed.update_group import UpdateGroup
 from sglang.srt.managers.front.generate_request import RequestError
 
 PROMPTS = ["The capital of France is", "One, two, three,", "What is 15+27?"]
@@ -192,10 +192,10 @@ def test_a_trainer_broadcasts_tensors(flags: dict[str, int], other: Path, expect
     ranks = flags.get("tp_size", 1)
     names = sorted(tensors)
     specs = [[str(tensors[name].dtype) for name in names], [list(tensors[name].shape) for name in names]]
-    trainer = multiprocessing.get_context("spawn").Process(target=train, args=(str(other), port, ranks + 1))
+    words = [sys.executable, "-c", TRAINER, str(other), str(port), str(ranks + 1)]
     with forked_children(), engine(**flags) as running:
         assert not running.update_weights_from_distributed(names, *specs)[0]  # there is no group
-        trainer.start()
+        trainer = subprocess.Popen(words)
         ok, said = running.init_weights_update_group("127.0.0.1", port, 1, ranks + 1, "trainers", "gloo")
         assert ok, said
         assert not running.init_weights_update_group("127.0.0.1", port, 1, ranks + 1, "trainers", "gloo")[0]
@@ -204,16 +204,20 @@ def test_a_trainer_broadcasts_tensors(flags: dict[str, int], other: Path, expect
         assert tokens(running) == expected[1]
         assert running.destroy_weights_update_group("trainers")[0]
         assert not running.destroy_weights_update_group("trainers")[0]
-    trainer.join(60)
-    assert trainer.exitcode == 0
+        assert trainer.wait(60) == 0
 
 
-def train(folder: str, port: int, world_size: int) -> None:
-    """Sends a model's tensors, as a trainer does."""
-    group = UpdateGroup("127.0.0.1", port, 0, world_size, "trainers", "gloo")
-    for _, tensor in sorted(load_file(Path(folder) / "model.safetensors").items()):
-        group.send(tensor)
-    group.close()
+TRAINER = """
+import os, sys
+from safetensors.torch import load_file
+from sglang.srt.distributed.update_group import UpdateGroup
+group = UpdateGroup("127.0.0.1", int(sys.argv[2]), 0, int(sys.argv[3]), "trainers", "gloo")
+for _, tensor in sorted(load_file(sys.argv[1] + "/model.safetensors").items()):
+    group.send(tensor)
+group.close()
+os._exit(0)  # threads of gloo may still run
+"""
+"""Sends a model's tensors, as a trainer does."""
 
 
 def test_random_sequences_of_updates(served: sglang.Engine, other: Path, tmp_path: Path, expected: Any) -> None:

@@ -30,8 +30,13 @@ class UpdateGroup:
             store.set_timeout(CONNECT_LIMIT)
             made: Any = (
                 c10d._new_process_group_helper(  # the only way to a group that has other members than the default
-                    world_size, rank, [], backend, dist.PrefixStore(name, store), group_name=name,  # type: ignore[arg-type]  # a type for checkers only
-                 timeout=CONNECT_LIMIT
+                    world_size,
+                    rank,
+                    [],
+                    backend,
+                    dist.PrefixStore(name, store),
+                    group_name=name,  # type: ignore[arg-type]  # a type for checkers only
+                    timeout=CONNECT_LIMIT,
                 )
             )
         except (RuntimeError, ValueError, OSError) as error:

@@ -18,6 +18,7 @@ from sglang.srt.entrypoints import (
     http_native,
     http_refused,
     http_sessions,
+    http_sleep,
     http_storage,
     http_weights,
 )
@@ -45,6 +46,7 @@ FORMS = (
     ollama_routes,
     http_native,
     http_sessions,
+    http_sleep,
     http_adapters,
     http_corpora,
     http_storage,
@@ -62,7 +64,10 @@ async def _on_api_error(request: Request, error: Any) -> Response:
 
 
 async def _on_request_error(request: Request, error: Any) -> Response:
-    return error_response(request.url.path, ApiError(error.status_code, error.message))
+    response = error_response(request.url.path, ApiError(error.status_code, error.message))
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    return response
 
 
 async def _on_http_exception(request: Request, error: Any) -> Response:

@@ -26,8 +26,8 @@ from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.wire.io_struct import ControlReply
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.wire.engine_state import EngineState
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.engine_state import EngineState
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,15 @@ from safetensors.torch import load_file
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.update_group import UpdateGroup
 from sglang.srt.errors import UserError
-from sglang.srt.managers.wire.engine_state import EngineState, StateError
 from sglang.srt.managers.wire.io_struct import ControlReply, ControlReq
 from sglang.srt.model_loader.sent_tensors import STORED_NAMES
 from sglang.srt.model_loader.staged_weights import SELECTORS, ServedWeights, commit, forget_staged, lacks, placed, put
 from sglang.srt.model_loader.tensor_pairs import TensorPair
+from sglang.srt.utils.engine_state import StateError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+    from sglang.srt.managers.scheduler.memory_control import MemoryControl
     from sglang.srt.managers.scheduler.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -46,9 +47,10 @@ class WeightUpdates:
     """The weights of this rank, with what is staged and what was sent."""
 
     def __init__(
-        self, args: ServerArgs, runner: ModelRunner, scheduler: Scheduler | AttentionGroups, state: EngineState
+        self, args: ServerArgs, runner: ModelRunner, scheduler: Scheduler | AttentionGroups, memory: MemoryControl
     ) -> None:
-        self.args, self.runner, self.scheduler, self.state = args, runner, scheduler, state
+        self.args, self.runner, self.scheduler = args, runner, scheduler
+        self.memory, self.state = memory, memory.state
         self._served: ServedWeights | None = None
         self._staged: list[TensorPair] | None = None
         self._staged_path: str | None = None
@@ -137,9 +139,7 @@ class WeightUpdates:
         """Keeps what was computed with other weights apart from now on."""
         for scheduler in getattr(self.scheduler, "schedulers", [self.scheduler]):
             scheduler.change_weights(args["key"], args["version"])
-        saver = getattr(self.runner, "memory_saver", None)
-        if saver is not None:
-            saver.weights_changed()
+        self.memory.weights_changed()
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
@@ -272,6 +272,7 @@ class WeightUpdates:
 
     def _named(self, args: dict[str, Any]) -> dict[str, Any]:
         """Returns the first values of a tensor of this rank, by the checkpoint's name."""
+        self.state.refuse_without_weights()
         name, served = args["name"], self.served
         for part in served.parts:
             for param in part.params.values():
@@ -285,6 +286,7 @@ class WeightUpdates:
 
     def _check(self, args: dict[str, Any]) -> dict[str, Any]:
         """Hashes the weights, or compares them with those of a snapshot."""
+        self.state.refuse_without_weights()
         self.scheduler.sync()
         action, skipped = args["action"], set(args["skip"])
         if action == "reset_tensors":
