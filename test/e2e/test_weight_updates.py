@@ -248,7 +248,8 @@ def test_random_sequences_of_updates(served: sglang.Engine, other: Path, tmp_pat
             stream = iter(served.generate(PROMPTS[0], {**GREEDY, "max_new_tokens": 200}, stream=True))
             next(stream)
             served.abort_request(abort_all=True)
-            [*stream]
+            for _ in stream:
+                pass
         else:
             served.flush_cache()
         assert tokens(served) == expected[now], (step, kind)

@@ -28,7 +28,7 @@ class UpdateGroup:
         try:
             store, _, _ = next(dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=CONNECT_LIMIT))
             store.set_timeout(CONNECT_LIMIT)
-            made: Any = (
+            result: Any = (
                 c10d._new_process_group_helper(  # the only way to a group that has other members than the default
                     world_size,
                     rank,
@@ -41,7 +41,7 @@ class UpdateGroup:
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(f"the group {name} at {address}:{port} cannot be joined: {error}") from None
-        self.group: Any = made[0] if isinstance(made, tuple) else made
+        self.group: Any = result[0] if isinstance(result, tuple) else result
         c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

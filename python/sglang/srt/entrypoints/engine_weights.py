@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.weight_updates import BUCKET, LOAD_FORMATS, Settled, WeightUpdates, written
+from sglang.srt.managers.front.weight_updates import BUCKET, LOAD_FORMATS, UpdateOptions, WeightUpdates, written
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class EngineWeights:
         keep_pause: bool = False,
     ) -> tuple[bool, str, int]:
         """Replaces all weights by those of a directory. Returns (success, message, requests that were paused)."""
-        how = Settled(flush_cache, abort_all_requests, weight_version, keep_pause=keep_pause)
+        how = UpdateOptions(flush_cache, abort_all_requests, weight_version, keep_pause=keep_pause)
         try:
             return (True, *self._run(self._weights.from_disk(model_path, load_format, how)))
         except RequestError as error:
@@ -62,10 +62,10 @@ class EngineWeights:
         """Writes tensors, in the names of the checkpoint. With load_format `flattened_bucket`: pairs of the name
         `flattened_tensor` and the tensor, and `metadata` and a list of objects with name, dtype, shape and
         start_idx (an element of the flat tensor)."""
-        how = Settled(flush_cache, False, weight_version, selector)
+        how = UpdateOptions(flush_cache, False, weight_version, selector)
         return self._result(self._from_tensors(dict(named_tensors), load_format, how))
 
-    async def _from_tensors(self, named: dict[str, Any], load_format: str | None, how: Settled) -> str:
+    async def _from_tensors(self, named: dict[str, Any], load_format: str | None, how: UpdateOptions) -> str:
         from safetensors.torch import save
 
         if load_format not in LOAD_FORMATS:
@@ -119,7 +119,7 @@ class EngineWeights:
         """Receives tensors that the trainer broadcasts, one after the other."""
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         tensors = list(zip(names, kinds, map(list, shapes), strict=True))
-        how = Settled(flush_cache, False, weight_version, selector)
+        how = UpdateOptions(flush_cache, False, weight_version, selector)
         return self._result(self._weights.from_group(group_name, tensors, False, how))
 
     def begin_weight_update(self, selector: str = "all") -> Result:

@@ -18,7 +18,7 @@ from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.weight_updates import (
     BUCKET,
     LOAD_FORMATS,
-    Settled,
+    UpdateOptions,
     WeightUpdates,
     bucket_of,
     decoded,
@@ -38,10 +38,12 @@ class _UpdateBody(Body, kw_only=True):
     torch_empty_cache: bool | None = False
     """Accepted; memory of an update is given back in any case."""
 
-    def how(self) -> Settled:
+    def how(self) -> UpdateOptions:
         """Returns what these fields ask for."""
         flush = self.flush_cache is not False
-        return Settled(flush, bool(self.abort_all_requests), self.weight_version, getattr(self, "selector", "all"))
+        return UpdateOptions(
+            flush, bool(self.abort_all_requests), self.weight_version, getattr(self, "selector", "all")
+        )
 
 
 class FromDiskBody(_UpdateBody, kw_only=True):

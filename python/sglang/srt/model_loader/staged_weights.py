@@ -95,10 +95,10 @@ class ServedWeights:
                 model.params.clear()
             pairs = tensor_pairs(self.model, model)
             if self.draft is not None and plan.draft is not None:
-                own = self.draft_path != plan.model.model_path
+                has_checkpoint = self.draft_path != plan.model.model_path
                 draft = resolve_name(plan.draft.description.form.computed_by)(plan, model)
                 for part, folder in draft.loadables():
-                    mine = folder == self.draft_path and own
+                    mine = folder == self.draft_path and has_checkpoint
                     fill(part, folder if mine else served, to_draft if mine else {**sent, **to_draft})
                 if plan.draft.description.model.quantization is not None:
                     for part, _ in draft.loadables():

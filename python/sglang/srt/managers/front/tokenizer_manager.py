@@ -275,7 +275,7 @@ class TokenizerManager:
         """Checks, tokenizes and sends a call. Raises RequestError; then nothing was sent."""
         created = time.monotonic()
         self._refuse_when_down()
-        if self.weights.held is not None:
+        if self.weights.under_way is not None:
             await self.weights.wait()
         await self._admit()
         call = await self.preparer.prepare(req)

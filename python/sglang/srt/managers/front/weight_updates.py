@@ -44,7 +44,7 @@ BUCKET, FLAT = "flattened_bucket", "flattened_tensor"
 LOAD_FORMATS = (None, "auto", "direct", BUCKET)
 
 
-class Settled(msgspec.Struct):
+class UpdateOptions(msgspec.Struct):
     """What most updates have in common."""
 
     flush_cache: bool = True
@@ -87,12 +87,12 @@ class WeightUpdates:
         self.paused = False
         """Whether a client has paused generation."""
         self._one = asyncio.Lock()
-        self.held: asyncio.Event | None = None
+        self.under_way: asyncio.Event | None = None
         """Set at the end of an update, for which new requests wait; None: there is none."""
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def from_disk(self, model_path: str, load_format: str | None, how: Settled) -> tuple[str, int]:
+    async def from_disk(self, model_path: str, load_format: str | None, how: UpdateOptions) -> tuple[str, int]:
         """Replaces all weights by those of a directory. Returns what to say, and the number of requests that were
         paused. Raises RequestError; the old weights serve on then."""
         args = self._manager.args
@@ -110,7 +110,7 @@ class WeightUpdates:
             self.model_path = model_path
             return await self._settle("The weights were replaced.", how), self._num_paused()
 
-    async def from_files(self, files: Sequence[Path], bucket: list[dict[str, Any]] | None, how: Settled) -> str:
+    async def from_files(self, files: Sequence[Path], bucket: list[dict[str, Any]] | None, how: UpdateOptions) -> str:
         """Writes tensors of safetensors files, one for all ranks of tensor parallelism or one for each."""
         self._refuse_elsewhere()
         async with self._quiet(how):
@@ -119,7 +119,7 @@ class WeightUpdates:
             return await self._settle("The tensors were written.", how)
 
     async def from_group(
-        self, group: str, tensors: list[tuple[str, str, list[int]]], bucket: bool, how: Settled
+        self, group: str, tensors: list[tuple[str, str, list[int]]], bucket: bool, how: UpdateOptions
     ) -> str:
         """Receives tensors from a trainer: (name, type, shape) each."""
         self._refuse_replicas()
@@ -136,8 +136,8 @@ class WeightUpdates:
 
     async def end(self) -> str:
         """Ends an update in several calls: with quantized weights, only now they are replaced."""
-        async with self._quiet(Settled()):
-            await self._ask("end_weights", self._change(Settled()))
+        async with self._quiet(UpdateOptions()):
+            await self._ask("end_weights", self._change(UpdateOptions()))
         return "The update has ended."
 
     async def init_group(self, values: dict[str, Any]) -> str:
@@ -188,17 +188,17 @@ class WeightUpdates:
 
     async def wait(self) -> None:
         """Returns once no update holds requests back."""
-        while self.held is not None:
-            await self.held.wait()
+        while self.under_way is not None:
+            await self.under_way.wait()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _quiet(self, how: Settled) -> AsyncIterator[None]:
+    async def _quiet(self, how: UpdateOptions) -> AsyncIterator[None]:
         """Has the engine for one update: nothing runs, or generation is paused."""
         manager = self._manager
         async with self._one:
-            self.held = asyncio.Event()
+            self.under_way = asyncio.Event()
             try:
                 if how.abort_all_requests:
                     manager.abort_all()
@@ -211,16 +211,16 @@ class WeightUpdates:
                 if how.keep_pause and not self.paused:
                     await manager.control("pause", {"mode": "in_place"})
             finally:
-                held, self.held = self.held, None
-                held.set()
+                ended, self.under_way = self.under_way, None
+                ended.set()
 
     def _num_paused(self) -> int:
         return self._manager.num_unfinished if self.paused else 0
 
-    def _change(self, how: Settled) -> dict[str, Any]:
+    def _change(self, how: UpdateOptions) -> dict[str, Any]:
         return {"key": uuid.uuid4().hex, "version": how.weight_version}
 
-    async def _settle(self, said: str, how: Settled) -> str:
+    async def _settle(self, said: str, how: UpdateOptions) -> str:
         manager = self._manager
         if how.weight_version is not None:
             manager.weight_version = how.weight_version
@@ -283,14 +283,14 @@ def bucket_of(data: bytes) -> list[dict[str, Any]]:
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         entries = json.loads(header["__metadata__"]["bucket"])
-        found = msgspec.convert(entries, list[BucketEntry])
+        bucket = msgspec.convert(entries, list[BucketEntry])
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
         raise RequestError(
             f"a flattened bucket needs the tensor {FLAT!r}, and in the metadata `bucket` a JSON list of name, dtype,"
             f" shape and begin (in bytes): {error!r}"
         ) from None
-    check_specs([(entry.name, entry.dtype, entry.shape or [1]) for entry in found])
-    return [msgspec.structs.asdict(entry) for entry in found]
+    check_specs([(entry.name, entry.dtype, entry.shape or [1]) for entry in bucket])
+    return [msgspec.structs.asdict(entry) for entry in bucket]
 
 
 class BucketEntry(msgspec.Struct):

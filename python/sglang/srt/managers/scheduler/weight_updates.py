@@ -250,10 +250,12 @@ class WeightUpdates:
         if name in self._groups:
             raise StateError(f"there is a group {name!r} already: send /destroy_weights_update_group first")
         rank = args["rank_offset"] + parallel_state.rank()
-        made: list[UpdateGroup] = []
+        joined: list[UpdateGroup] = []
         address = (args["master_address"], args["master_port"])
-        self._on_all_ranks(lambda: made.append(UpdateGroup(*address, rank, args["world_size"], name, args["backend"])))
-        self._groups[name] = made[0]
+        self._on_all_ranks(
+            lambda: joined.append(UpdateGroup(*address, rank, args["world_size"], name, args["backend"]))
+        )
+        self._groups[name] = joined[0]
         return {}
 
     def _destroy_group(self, args: dict[str, Any]) -> dict[str, Any]:
