@@ -89,7 +89,7 @@ def test_modules(values: dict[str, Any], expected: bool) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"target_parameters": ["experts.w"]}, "target_parameters"),
+        ({"target_parameters": [7]}, "target_parameters"),
         ({"layer_replication": [[0, 4]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),

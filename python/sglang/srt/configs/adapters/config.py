@@ -24,13 +24,15 @@ _IGNORED = frozenset({
 })  # fmt: skip
 """Keys that change nothing about A and B as they are stored: how they were trained, and which modules were left out.
 `fan_in_fan_out` describes how the base model's own weights lie."""
-_READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "bias"})
+_READ = frozenset({
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "bias",
+    "target_parameters",
+})  # fmt: skip
 _REFUSED: Mapping[str, str] = {
     "use_dora": "the magnitudes of DoRA are not computed; merge the adapter into the model",
     "modules_to_save": "whole modules are not replaced; merge the adapter into the model",
     "trainable_token_indices": "trained rows of the embedding are not added; merge the adapter into the model",
     "lora_bias": "biases of B are not added",
-    "target_parameters": "adapters of experts that are one tensor are not computed",
     "layer_replication": "layers are not repeated",
     "alora_invocation_tokens": "an adapter applies to all tokens of a request, not to those behind an invocation",
     "use_qalora": "A of QALoRA reads pooled inputs, which are not computed",
@@ -55,6 +57,8 @@ class AdapterConfig:
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     layers: frozenset[int] | None = None
+    parameters: tuple[str, ...] = ()
+    """Parameters that have A and B of their own, by the ends of their names: all experts of a layer in one tensor."""
 
     @property
     def largest_rank(self) -> int:
@@ -75,6 +79,10 @@ class AdapterConfig:
         """Returns whether the adapter may have A and B of a module."""
         if self.targets is not None and not any(_ends(name, module) for name in self.targets):
             return False
+        return self.in_layers(module)
+
+    def in_layers(self, module: str) -> bool:
+        """Returns whether the module is in one of the adapter's layers."""
         number = _LAYER.search(module)
         return self.layers is None or (number is not None and int(number[1]) in self.layers)
 
@@ -106,6 +114,7 @@ def adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig:
             (name, _alpha(key, v, source)) for key, name, v in _patterns(values, "alpha_pattern", source)
         ),
         layers=_layers(values.get("layers_to_transform"), source),
+        parameters=_parameters(values.get("target_parameters"), source),
     )
 
 
@@ -147,6 +156,14 @@ def _targets(value: Any, source: str) -> tuple[str, ...] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise UserError(f"{source}: 'target_modules' must be a string or a list of names.")
+    return tuple(value)
+
+
+def _parameters(value: Any, source: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise UserError(f"{source}: 'target_parameters' must be a list of names.")
     return tuple(value)
 
 
