@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,19 @@ def write_adapter(
     rename: Callable[[str], str] = lambda name: f"base_model.model.{name}",
     strength: float = 2.0,
     dtype: torch.dtype = torch.float32,
+    modules: Collection[str] | None = None,
     **config: Any,
 ) -> PreTrainedModel:
-    """Writes an adapter, and returns the model with it merged. ranks, alphas: of modules, by the end of their names."""
+    """Writes an adapter, and returns the model with it merged. ranks, alphas: of modules, by the end of their names;
+    modules: the whole names of those that it changes, None: all with these last names."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(names), "bias": "none"}
     values |= {"rank_pattern": ranks or {}, "alpha_pattern": alphas or {}} | config
     merged, tensors = copy.deepcopy(model), {}
     for name, module in modules_of(merged, names).items():
+        if modules is not None and name not in modules:
+            continue
         number = next((int(part) for part in name.split(".") if part.isdigit()), -1)
         if values.get("layers_to_transform") and number not in values["layers_to_transform"]:
             continue

@@ -15,24 +15,23 @@ from safetensors import safe_open
 
 from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.errors import UserError
-from sglang.srt.layers.expert_adapters import EXPERT_MODULE, PARTS_OF, AdapterExperts, ExpertPlace
-from sglang.srt.layers.native_adapters import AdapterWeights, ExpertAdapterWeights, empty_slot
+from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter
+from sglang.srt.layers.expert_adapters import (
+    EXPERT_MODULE,
+    LAYER_OF,
+    PARTS_OF,
+    AdapterExperts,
+    ExpertPlace,
+    LayerExperts,
+    ProductRows,
+)
+from sglang.srt.layers.native_adapters import AdapterWeights, empty_slot
 from sglang.srt.layers.ops import ADD_ADAPTERS, ADD_EXPERT_ADAPTERS
-from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.plan.adapters import EXPERT_MODULES, layer_matrices
 from sglang.srt.plan.ranks import ShardRange
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class HostAdapter:
-    """An adapter in main memory, in the form of a slot: A and B of the linear layers that it changes, by the layer's
-    number, and the ranks of all [layers, 1] int32."""
-
-    matrices: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    ranks: torch.Tensor
 
 
 class ModuleRows(NamedTuple):
@@ -106,25 +105,17 @@ class AdapterLinear:
         return empty_slot(self.weights.a, self.weights.b, pinned)
 
 
-class AdapterLayers:
-    """The linear layers of a model that adapters may change, and the slots of a step's tokens."""
+class AdapterLayers(AdapterMemory):
+    """The linear layers and experts of a model that adapters may change."""
 
     def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
         assert plan.adapters is not None
-        self.plan, self.device, self.dtype = plan.adapters, device, dtype
+        super().__init__(plan.adapters, device, dtype, sum(1 for _ in layer_matrices(plan.weights)))
         self.kernel = plan.entry(ADD_ADAPTERS)
         self.names = plan.description.names
-        self.slots: torch.Tensor | None = None
-        """[T] int32, the slot of each token's adapter in the step that is computed, counted from 1; 0: none. None: no
-        token has one."""
-        count = sum(1 for _ in layer_matrices(plan.weights))
-        self.ranks = torch.zeros((count, self.plan.slots), dtype=torch.int32, device=device)
-        """The largest rank of a part, by linear layer and slot; 0: the adapter leaves the layer alone."""
         self.expert_kernel = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
-        self.linears: list[AdapterWeights | ExpertAdapterWeights] = []
-        """Of each linear layer, and of each product of a layer's experts."""
         self.experts_of: dict[str, AdapterExperts] = {}
-        """The experts of a layer, by the name of their module."""
+        """The experts of a layer, by the layer's name without what stands before it."""
         self.shared_experts: dict[str, ExpertPlace] = {}
         """Modules of shared experts that are held among the routed ones."""
         self.places: dict[str, list[Place]] = {}
@@ -135,7 +126,7 @@ class AdapterLayers:
         one that has none."""
         if not self.plan.serves(shard.module for shard in shards):
             return None
-        linear = AdapterLinear(self, self.new_number(), shards)
+        linear = AdapterLinear(self, len(self.linears), shards)
         self.linears.append(linear.weights)
         for place in linear.places:
             self.places.setdefault(place.shard.module, []).append(place)
@@ -143,27 +134,29 @@ class AdapterLayers:
 
     def experts(
         self,
-        sizes: ExpertSizes,
-        products: Sequence[ExpertProduct],
+        layer: LayerExperts,
+        products: Sequence[ProductRows],
         module: str,
         shared: Mapping[str, str],
-        alternating: bool,
     ) -> AdapterExperts | None:
         """Returns memory for the adapters of a layer's experts; None if they have none. module: a name of one of them,
-        or that of all; shared: the module of each matrix of the shared expert, where it is held among the others;
-        alternating: as in AdapterExperts."""
+        or that of all; shared: the module of each matrix of the shared expert, where it is held among the others."""
+        assert self.expert_kernel is not None
         named = EXPERT_MODULE.fullmatch(module)
         base = module if named is None else named["experts"]
         if not base.endswith(".experts") or not self.plan.serves_experts(EXPERT_MODULES):
             return None
-        experts = self.experts_of[base] = AdapterExperts(self, sizes, products, alternating)
+        experts = self.experts_of[self.key_of(base)] = AdapterExperts(self, self.expert_kernel, layer, products)
         for part, name in shared.items():
-            self.shared_experts[name] = ExpertPlace(experts, f"{part}_proj", sizes.num_experts)
+            self.shared_experts[name] = ExpertPlace(experts, f"{part}_proj", layer.count)
         return experts
 
-    def new_number(self) -> int:
-        """Returns the number of the linear layer that is added next."""
-        return len(self.linears)
+    @staticmethod
+    def key_of(experts: str) -> str:
+        """Returns the layer that the module is in. It has one module of experts, which transformers and checkpoints
+        may call differently (`mlp.experts`, `block_sparse_moe.experts`)."""
+        layer = LAYER_OF.match(experts)
+        return experts if layer is None else layer[1]
 
     def read(self, files: AdapterFiles) -> HostAdapter:
         """Reads an adapter into main memory, this rank's share of it. Raises UserError if the model does not have its
@@ -192,14 +185,6 @@ class AdapterLayers:
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
-    def load(self, slot: int, adapter: HostAdapter) -> None:
-        """Copies an adapter into a slot, counted from 1, on the current stream: steps launched later see it."""
-        for number, (a, b) in adapter.matrices.items():
-            weights = self.linears[number]
-            weights.a[slot - 1].copy_(a, non_blocking=True)
-            weights.b[slot - 1].copy_(b, non_blocking=True)
-        self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
-
     def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace:
         """Returns where A and B of a module go. Raises UserError if the model has none of that name or size."""
         name, pair = self.names.canonical(f"{module}.weight").removesuffix(".weight"), files.pairs[module]
@@ -223,14 +208,14 @@ class AdapterLayers:
         """Returns which experts a module is of; None: it is of none."""
         if module in self.shared_experts:
             return self.shared_experts[module]
-        found = EXPERT_MODULE.fullmatch(module)
-        experts = None if found is None else self.experts_of.get(found["experts"])
-        if found is None or experts is None or found["name"] not in PARTS_OF:
+        match = EXPERT_MODULE.fullmatch(module)
+        experts = None if match is None else self.experts_of.get(self.key_of(match["experts"]))
+        if match is None or experts is None or match["name"] not in PARTS_OF:
             return None
-        number = None if found["number"] is None else int(found["number"])
-        if number is not None and number >= experts.sizes.num_experts:
+        number = None if match["number"] is None else int(match["number"])
+        if number is not None and number >= experts.layer.count:
             return None
-        return ExpertPlace(experts, found["name"], number)
+        return ExpertPlace(experts, match["name"], number)
 
     def _why_not(self, module: str) -> str:
         if not self.plan.serves([module]):

@@ -6,22 +6,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.configs.adapters.files import AdapterPair
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.pair_adapters import PairAdapters
+from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter
+from sglang.srt.layers.moe.pair_adapters import Add, PairAdapters
 from sglang.srt.layers.native_adapters import ExpertAdapterWeights, empty_slot
-from sglang.srt.layers.parameter import WeightShard
-from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.adapters import AdapterLayers, HostAdapter
+from sglang.srt.plan.ranks import ShardRange
 
 EXPERT_MODULE = re.compile(r"(?P<experts>.+\.experts)(?:\.(?P<number>\d+))?\.(?P<name>\w+)")
 """A module of one expert, or of all of them."""
+LAYER_OF = re.compile(r"(?:(?:model|backbone|language_model)\.)*(layers\.\d+)\.")
+"""A layer of the decoder in the name of a module."""
 PARTS_OF: Mapping[str, tuple[str, ...]] = {
     "gate_proj": ("gate",), "w1": ("gate",), "up_proj": ("up",), "w3": ("up",), "down_proj": ("down",),
     "w2": ("down",), "gate_up_proj": ("gate", "up"),
@@ -30,11 +28,43 @@ PARTS_OF: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """A rank's share of a matrix of each expert: `rows` and `cols` of its features, from row `begin` of the product on.
+    `part`: gate, up or down."""
+
+    part: str
+    rows: ShardRange
+    cols: ShardRange
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRows:
+    """A product of a layer's experts: "w13" or "w2", of matrices one below the other, [`rows`, `cols`] on a rank."""
+
+    name: str
+    matrices: tuple[ExpertMatrix, ...]
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """The experts of a layer. `count`: of all ranks; `local`: which of them a rank has; `places`: in its tensors, with
+    a shared expert and padding. `alternating`: where gate and up are one tensor, gate's rows are the even ones."""
+
+    count: int
+    local: slice
+    places: int
+    alternating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSlots:
     """A and B of one product of a layer's experts, in slots."""
 
     number: int
-    product: ExpertProduct
+    product: ProductRows
     weights: ExpertAdapterWeights
 
     def empty(self, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,21 +90,20 @@ class ExpertPlace:
 
 
 class AdapterExperts:
-    """A and B of a layer's experts, in slots. `alternating`: gate's rows are the even ones of gate and up in one."""
+    """A and B of a layer's experts, in slots."""
 
     def __init__(
         self,
-        layers: AdapterLayers,
-        sizes: ExpertSizes,
-        products: Sequence[ExpertProduct],
-        alternating: bool,
+        layers: AdapterMemory,
+        kernel: Add,
+        layer: LayerExperts,
+        products: Sequence[ProductRows],
     ) -> None:
-        self.layers, self.sizes, self.alternating = layers, sizes, alternating
-        assert layers.expert_kernel is not None
-        self.kernel = layers.expert_kernel
+        self.layers, self.layer = layers, layer
+        self.kernel = kernel
         self.products: list[ExpertSlots] = []
         for product in products:
-            if layers.plan.serves_experts(shard.part for shard in product.shards):
+            if layers.plan.serves_experts(matrix.part for matrix in product.matrices):
                 self.products.append(self._slots(product))
 
     def of_step(self) -> PairAdapters | None:
@@ -90,14 +119,14 @@ class AdapterExperts:
         rows, cols = self._shape(module)
         if not rows:
             raise UserError(f"{source} is not served: it is none of --lora-target-modules, or the experts lack it.")
-        found = pair.outputs, pair.inputs
-        if found != (rows, cols) and not self.is_exchanged(module, pair):
+        sizes = pair.outputs, pair.inputs
+        if sizes != (rows, cols) and not self.is_exchanged(module, pair):
             raise UserError(
-                f"{source} is of {list(found)}, but the model's is of {[rows, cols]}. Was the adapter made for another"
+                f"{source} is of {list(sizes)}, but the model's is of {[rows, cols]}. Was the adapter made for another"
                 " model?"
             )
-        if pair.experts not in (0, 1, self.sizes.num_experts):
-            raise UserError(f"{source} is of {pair.experts} experts; the model has {self.sizes.num_experts}.")
+        if pair.experts not in (0, 1, self.layer.count):
+            raise UserError(f"{source} is of {pair.experts} experts; the model has {self.layer.count}.")
         outer = pair.shares_b if PARTS_OF[module] == ("down",) else pair.shares_a
         if self.layers.plan.shared_outer and not outer:
             raise UserError(
@@ -114,7 +143,7 @@ class AdapterExperts:
     def _shape(self, module: str) -> tuple[int, int]:
         """Returns the rows and columns of what an adapter calls `module` in each expert; zeros without slots."""
         names = PARTS_OF[module]
-        shards = [shard for slots in self.products for shard in slots.product.shards if shard.part in names]
+        shards = [matrix for slots in self.products for matrix in slots.product.matrices if matrix.part in names]
         return sum(shard.rows.total for shard in shards), shards[0].cols.total if shards else 0
 
     def put(
@@ -130,17 +159,17 @@ class AdapterExperts:
         names = PARTS_OF[place.module]
         a, b = unpacked(pair, a, b)
         for stored, mine in self._runs(place.expert):
-            sides = [side[stored] if len(side) > 1 else side for side in (a, b)]
+            some_a, some_b = (side[stored] if len(side) > 1 else side for side in (a, b))
             for slots in self.products:
-                parts = [(i, shard) for i, shard in enumerate(slots.product.shards) if shard.part in names]
+                parts = [(i, matrix) for i, matrix in enumerate(slots.product.matrices) if matrix.part in names]
                 if parts:
-                    self._put(adapter, slots, parts, mine, *sides, pinned)
+                    self._put(adapter, slots, parts, mine, some_a, some_b, pinned)
 
     def _put(
         self,
         adapter: HostAdapter,
         slots: ExpertSlots,
-        parts: Sequence[tuple[int, WeightShard]],
+        parts: Sequence[tuple[int, ExpertMatrix]],
         experts: slice,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -151,19 +180,19 @@ class AdapterExperts:
         whole_a, whole_b = adapter.matrices[slots.number]
         at_a, at_b = (experts if len(side) > 1 else slice(0, 1) for side in (whole_a, whole_b))
         rank = a.shape[1]
-        for (i, shard), of_part in zip(parts, self._rows_of_parts(b, len(parts)), strict=True):
-            begin = slots.product.at[i]
-            whole_a[at_a, i, :rank, : shard.cols.count] = a[:, :, shard.cols.run]
-            whole_b[at_b, begin : begin + shard.rows.count, :rank] = of_part[:, shard.rows.run]
+        for (i, matrix), of_part in zip(parts, self._rows_of_parts(b, len(parts)), strict=True):
+            whole_a[at_a, i, :rank, : matrix.cols.count] = a[:, :, matrix.cols.run]
+            rows = slice(matrix.begin, matrix.begin + matrix.rows.count)
+            whole_b[at_b, rows, :rank] = of_part[:, matrix.rows.run]
         adapter.ranks[slots.number, 0] = max(int(adapter.ranks[slots.number, 0]), rank)
 
     def _runs(self, expert: int | None) -> Iterator[tuple[slice, slice]]:
         """Yields which of a pair's experts this rank has, and their places in its tensors. expert: the only one
         that the pair is of; the one behind the last is the shared expert."""
-        local = self.sizes.local
+        local = self.layer.local
         if expert is None:
-            yield local, slice(0, self.sizes.num_local)
-        elif expert == self.sizes.num_experts:
+            yield local, slice(0, local.stop - local.start)
+        elif expert == self.layer.count:
             yield slice(0, 1), slice(expert, expert + 1)
         elif local.start <= expert < local.stop:
             yield slice(0, 1), slice(expert - local.start, expert - local.start + 1)
@@ -172,20 +201,19 @@ class AdapterExperts:
         """Returns the rows of B [E, rows, r] of each of `count` matrices."""
         if count == 1:
             return [b]
-        return [b[:, i::count] for i in range(count)] if self.alternating else b.chunk(count, dim=1)
+        return [b[:, i::count] for i in range(count)] if self.layer.alternating else b.chunk(count, dim=1)
 
-    def _slots(self, product: ExpertProduct) -> ExpertSlots:
-        layers, sizes = self.layers, self.sizes
+    def _slots(self, product: ProductRows) -> ExpertSlots:
+        layers, experts = self.layers, self.layer.places
         plan, device, dtype = layers.plan, layers.device, layers.dtype
-        shards, experts = product.shards, sizes.padded_experts
         outer = [plan.shared_outer and product.name == name for name in ("w13", "w2")]
         with_a, with_b = (1 if shared else experts for shared in outer)
-        bounds = [*product.at, product.rows]
+        bounds = [*(matrix.begin for matrix in product.matrices), product.rows]
         heights = torch.tensor([end - begin for begin, end in pairwise(bounds)])
-        parts = torch.repeat_interleave(torch.arange(len(shards), dtype=torch.int32), heights)
-        number = layers.new_number()
+        parts = torch.repeat_interleave(torch.arange(len(product.matrices), dtype=torch.int32), heights)
+        number, parts_a = len(layers.linears), len(product.matrices)
         weights = ExpertAdapterWeights(
-            torch.zeros((plan.slots, with_a, len(shards), plan.room, product.cols), dtype=dtype, device=device),
+            torch.zeros((plan.slots, with_a, parts_a, plan.room, product.cols), dtype=dtype, device=device),
             torch.zeros((plan.slots, with_b, product.rows, plan.room), dtype=dtype, device=device),
             layers.ranks[number],
             parts.to(device),

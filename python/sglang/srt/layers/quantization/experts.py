@@ -18,7 +18,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.configs.stored_form import STACKED_FP8
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
-from sglang.srt.layers.expert_adapters import AdapterExperts
+from sglang.srt.layers.expert_adapters import AdapterExperts, ExpertMatrix, LayerExperts, ProductRows
 from sglang.srt.layers.moe.expert_slots import ExpertSlots
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, Waves, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Scope, TensorPart, WeightShard, constant, random_codes
@@ -98,7 +98,16 @@ def _adapters(scope: Scope, sizes: ExpertSizes, products: tuple[ExpertProduct, E
         shared = {part: of_layer.sub("gate_up").module(part) for part in sizes.w13.parts}
         shared["down"] = of_layer.sub("down").module("down")
     fused = FUSED.get(sizes.form)
-    return scope.adapters.experts(sizes, products, module, shared, fused is not None and fused.alternating)
+    alternating = fused is not None and fused.alternating
+    layer = LayerExperts(sizes.num_experts, sizes.local, sizes.padded_experts, alternating)
+    return scope.adapters.experts(layer, [rows_of(product) for product in products], module, shared)
+
+
+def rows_of(product: ExpertProduct) -> ProductRows:
+    """Returns which matrices a product is of, for their adapters."""
+    shards = zip(product.shards, product.at, strict=True)
+    matrices = tuple(ExpertMatrix(shard.part, shard.rows, shard.cols, begin) for shard, begin in shards)
+    return ProductRows(product.name, matrices, product.rows, product.cols)
 
 
 def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
