@@ -113,7 +113,8 @@ def _pairs(tensors: Mapping[str, Stored], config: AdapterConfig, path: Path) -> 
             pairs[module] = _pair_of_experts(module, names, tensors, config, path)
         elif (flat := _FLAT.fullmatch(module)) is not None:
             product = _product(flat, sides, config, path)
-            pairs[f"{flat['experts']}.{product}"] = _flat_pair(module, names, tensors, config, path)
+            parameter = f"{flat['experts']}.{product}"
+            pairs[parameter] = _flat_pair(parameter, names, tensors, config, path)
         else:
             pairs[module] = _pair(module, names, tensors, config, path)
     return pairs

@@ -23,6 +23,8 @@ FEW_PAIRS = 512
 """Pairs up to which blocks are small and programs share the inner dimension."""
 NONE = 1 << 30
 LARGEST_BLOCK_R = 64
+LARGEST_EXPAND_R = 32
+"""With more, registers spill: the addresses of pairs are wide."""
 SPANS = 4
 """Programs that share the inner dimension of few pairs."""
 
@@ -160,7 +162,7 @@ def add_expert_adapters(
         return
     num_parts, rank = weights.a.shape[2:4]
     few = num_pairs <= FEW_PAIRS
-    block_m, block_k, num_warps = (16, 128, 4) if few else (64, 64, 8)
+    block_m, block_k = (16, 128) if few else (32, 64)
     block_r = min(LARGEST_BLOCK_R, triton.next_power_of_2(rank))
     blocks_of_span = triton.cdiv(size, block_k * (SPANS if few else 1))
     spans = triton.cdiv(size, block_k * blocks_of_span)
@@ -170,13 +172,13 @@ def add_expert_adapters(
     shrink_pairs_kernel[(blocks.max_blocks, num_parts * triton.cdiv(rank, block_r), spans)](
         x, weights.a, slots, weights.ranks, low, *grouped, num_pairs, top_k, num_pairs // len(x), size, rank,
         x.stride(0), weights.a.stride(0), _expert_stride(weights.a), blocks_of_span,
-        BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=block_r, NONE=NONE, num_warps=num_warps, num_stages=3,
+        BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=block_r, NONE=NONE, num_warps=4, num_stages=3,
     )  # fmt: skip
     num_cols, block_n = out.shape[1], 16 if few else 32
     expand_pairs_kernel[(blocks.max_blocks, triton.cdiv(num_cols, block_n))](
         low, weights.b, slots, weights.ranks, weights.parts, out, *grouped, num_pairs, top_k, num_cols, rank,
         num_parts * rank, out.stride(0), weights.b.stride(0), _expert_stride(weights.b), spans,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=block_r, NONE=NONE, num_warps=4, num_stages=1,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=min(LARGEST_EXPAND_R, block_r), NONE=NONE, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
