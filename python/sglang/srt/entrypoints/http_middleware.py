@@ -30,12 +30,12 @@ _OPEN_PREFIX = "/page/"
 ADMIN_PATHS = frozenset(
     {"/abort_request", "/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"}
     | {"/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/hicache/storage-backend"}
-    | {"/release_memory_occupation", "/resume_memory_occupation", "/sleep", "/wake_up", "/unload"}
+    | {"/release_memory_occupation", "/resume_memory_occupation", "/sleep", "/wake_up"}
     | {"/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
 """Routes by which a client affects other clients, or loads code; the same as in SGLang."""
-_ADMIN_PREFIX = "/api/models/unload"
-"""Of routes by which a client puts models to sleep."""
+_ADMIN_PREFIXES = ("/unload", "/api/models/unload")
+"""Beginnings of routes by which a client puts models to sleep, on a server of several."""
 _ANY_TYPE_PATHS = ("/api/",)
 """Prefixes of Ollama's routes, whose bodies are JSON whatever their content type: `curl -d` sends another one."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
@@ -54,7 +54,7 @@ def is_open(path: str) -> bool:
 
 
 def _is_admin(path: str) -> bool:
-    return path in ADMIN_PATHS or path.startswith(_ADMIN_PREFIX)
+    return path in ADMIN_PATHS or path.startswith(_ADMIN_PREFIXES)
 
 
 def takes_any_type(path: str) -> bool:

@@ -95,8 +95,8 @@ class SwitchingApp:
                 raise ApiError(503, "the server is starting")
             if (name := scope.get(NAMED)) is not None:
                 await self._pass_on(self._named(name), scope, receive, send)
-            elif (own := await self._own_answer(scope["method"], path)) is not None:
-                await own(scope, receive, send)
+            elif (answer := await self._own_answer(scope["method"], path)) is not None:
+                await answer(scope, receive, send)
             elif scope["method"] in ("POST", "PUT"):
                 body = await _whole_body(receive)
                 await self._pass_on(self._model_of(path, body), scope, _replayed(body, receive), send)
