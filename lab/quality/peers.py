@@ -22,9 +22,13 @@ def hidden_states_of_llama_cpp(file: str, prompts: Sequence[Sequence[int]], devi
     import llama_cpp
     import numpy as np
 
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(quiet, None)
     llama_cpp.llama_backend_init()
     model_params, params = llama_cpp.llama_model_default_params(), llama_cpp.llama_context_default_params()
     model_params.n_gpu_layers = 999 if device == "cuda" else 0
+    model_params.use_extra_bufts = False  # weights stay in the file's blocks
+    params.n_threads = params.n_threads_batch = torch.get_num_threads()
     params.n_ctx = params.n_batch = params.n_ubatch = max(map(len, prompts))
     params.embeddings, params.pooling_type = True, llama_cpp.LLAMA_POOLING_TYPE_NONE
     model = llama_cpp.llama_model_load_from_file(file.encode(), model_params)
