@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -150,6 +151,40 @@ def test_drafts_get_the_weights_of_their_model(other: Path, expected: Any) -> No
         tensors = load_file(Path(DEFAULT_MODEL_PATH) / "model.safetensors")
         assert running.update_weights_from_tensor(tensors.items(), selector="target")[0]
         assert tokens(running) == expected[0]
+
+
+def write_adapter(folder: Path) -> Path:
+    """A random LoRA adapter of the embedded model's queries."""
+    config = json.loads((Path(DEFAULT_MODEL_PATH) / "config.json").read_text())
+    height, hidden = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for layer in range(config["num_hidden_layers"]):
+        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(4, hidden, generator=generator)
+        tensors[f"{module}.lora_B.weight"] = torch.randn(height, 4, generator=generator) * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_adapters_stay_over_the_new_weights(other: Path, tmp_path: Path) -> None:
+    flags = {"lora_paths": [f"a={write_adapter(tmp_path / 'a')}"], "lora_target_modules": ["all"], "max_lora_rank": 4}
+
+    def both(running: sglang.Engine) -> list[list[int]]:
+        return [running.generate(PROMPTS[0], GREEDY, lora_path=name)["output_ids"] for name in (None, "a")]
+
+    with forked_children(), engine(model_path=str(other), **flags) as fresh:
+        want = both(fresh)
+    assert want[0] != want[1]
+    with forked_children(), engine(**flags) as running:
+        assert both(running) != want
+        names = running.check_weights()["ranks"][0]["checksums"]
+        assert names and not [name for name in names if "adapters" in name]  # their slots are no weights of the model
+        ok, said, _ = running.update_weights_from_disk(str(other), flush_cache=False)
+        assert ok, said
+        assert both(running) == want
 
 
 def test_quantized_weights_sent_as_tensors(other: Path) -> None:

@@ -18,7 +18,8 @@ from sglang.srt.mem_cache.memory_pool import CacheStore
 
 _SKIPPED = (
     *("sglang.srt.plan", "sglang.srt.distributed", "sglang.srt.configs", "sglang.srt.kernels", "sglang.srt.hardware"),
-    *("sglang.srt.layers.adapters", "triton", "transformers.configuration", "threading"),
+    *("sglang.srt.layers.adapter", "sglang.srt.layers.expert_adapters", "sglang.srt.layers.native_adapters"),
+    *("sglang.srt.layers.moe.pair_adapters", "triton", "transformers.configuration", "threading"),
 )
 """Modules whose objects hold no weights: the plan, groups, kernels, LoRA adapters in their slots."""
 _LEAVES = (str, bytes, bool, int, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
