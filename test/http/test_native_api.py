@@ -23,7 +23,7 @@ PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. Ho
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/update_weights_from_disk", "--model-path"),
+        ("/update_weights_from_ipc", "/update_weights_from_disk"),
         ("/load_lora_adapter_from_tensors", "/load_lora_adapter"),
     ],
 )
