@@ -3,7 +3,9 @@ traffic; what is refused."""
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,3 +190,58 @@ def test_what_is_refused(http: httpx.Client, folders: dict[str, Path], tmp_path:
         assert answer.status_code == 400, name
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "org:b"]
     assert generate(http, lora_path="a") != generate(http)
+
+
+def sent(folder: Path, name: str) -> dict[str, Any]:
+    """The body with which a client sends an adapter."""
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return {
+        "lora_name": name, "config_dict": config, "serialized_named_tensors": [base64.b64encode(weights).decode()],
+    }  # fmt: skip
+
+
+def test_an_adapter_is_sent(http: httpx.Client, folders: dict[str, Path]) -> None:
+    wanted = generate(http, lora_path="a")
+    answer = http.post("/load_lora_adapter_from_tensors", json=sent(folders["a"], "s"))
+    assert answer.status_code == 200 and answer.json()["success"], answer.text
+    kept = Path(answer.json()["loaded_adapters"]["s"])
+    assert kept.is_dir()
+    assert generate(http, lora_path="s") == wanted
+    assert http.post("/unload_lora_adapter", json={"lora_name": "s"}).status_code == 200
+    assert not kept.exists()
+    assert generate(http, lora_path="a") == wanted
+
+
+def test_what_is_refused_when_sent(http: httpx.Client, folders: dict[str, Path]) -> None:
+    good = sent(folders["c"], "s")
+    (text,) = good["serialized_named_tensors"]
+    cases = {
+        "pickle": {"serialized_named_tensors": [base64.b64encode(pickle.dumps({"a": 1})).decode()]},
+        "base64": {"serialized_named_tensors": ["%%%"]},
+        "one file": {"serialized_named_tensors": [text, "AAAA"]},
+        "not a readable safetensors": {
+            "serialized_named_tensors": [base64.b64encode(b"\xff" * 8 + b"{" * 99).decode()]
+        },
+        "expected_checksums": {"expected_checksums": {"a": "b"}},
+        "load_format": {"load_format": "flattened_bucket"},
+        "added_tokens_config": {"added_tokens_config": {"<x>": 5000}},
+        "rank": {"config_dict": {**good["config_dict"], "r": 10**9}},
+        "peft_type": {"config_dict": {}},
+        "printable": {"lora_name": "a\n"},
+    }
+    for said, change in cases.items():
+        answer = http.post("/load_lora_adapter_from_tensors", json={**good, **change})
+        assert answer.status_code == 400 and said in answer.text, f"{said}: {answer.text}"
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "org:b"]
+
+
+def test_replaced_in_place(http: httpx.Client, folders: dict[str, Path]) -> None:
+    a, b = (generate(http, lora_path=name) for name in ("a", "org:b"))
+    for folder, wanted in (("a", a), ("b", b), ("a", a)):
+        body = {"lora_name": "e", "lora_path": str(folders[folder]), "load_inplace": True}
+        assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert generate(http, lora_path="e") == wanted
+    bad = http.post("/load_lora_adapter", json={"lora_name": "e", "lora_path": "nowhere", "load_inplace": True})
+    assert bad.status_code == 400 and generate(http, lora_path="e") == a
+    assert http.post("/unload_lora_adapter", json={"lora_name": "e"}).status_code == 200

@@ -30,7 +30,11 @@ class AdapterArgs:
         maximum=256,
     )
     max_loaded_loras: int | None = option(
-        None, ADAPTERS, "Adapters in main memory beyond which none is loaded before another is unloaded.", minimum=1
+        None,
+        ADAPTERS,
+        "Adapters in main memory; for one more, the one that was asked for longest ago leaves it, and is read again "
+        "for its next request.",
+        minimum=1,
     )
     max_lora_rank: int | None = option(
         None,

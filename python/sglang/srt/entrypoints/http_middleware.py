@@ -31,6 +31,7 @@ ADMIN_PATHS = frozenset(
     {"/abort_request", "/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"}
     | {"/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/hicache/storage-backend"}
     | {"/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    | {"/load_lora_adapter_from_tensors"}
 )
 """Routes by which a client affects other clients, or loads code; the same as in SGLang."""
 _ANY_TYPE_PATHS = ("/api/",)

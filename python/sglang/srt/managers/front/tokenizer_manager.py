@@ -122,7 +122,7 @@ class TokenizerManager:
         self.adapters: ServedAdapters | None = None
         """LoRA adapters; None: the server takes none."""
         if args.enable_lora:
-            self.adapters = ServedAdapters(args, self.control, self._uses_adapter)
+            self.adapters = ServedAdapters(args, self.control, self._uses_adapter, Path(ports[0].root))
         self.preparer = RequestPreparer(args, model_config, encode, self.media, self.text.encode_pair, self.adapters)
         self._sequences = SequenceTable(None if self.media is None else self.media.files)
         self._logprobs = LogprobBudget()
@@ -259,15 +259,24 @@ class TokenizerManager:
         """Checks, tokenizes and sends a call. Raises RequestError; then nothing was sent."""
         created = time.monotonic()
         self._refuse_when_down()
-        call = await self.preparer.prepare(req)
+        adapters = self.adapters if req.lora_path else None
+        held = () if adapters is None else await adapters.hold(req.lora_path)
         try:
-            stream = await self._submit(req, call, created)
+            stream = await self._prepare_and_submit(req, created)
         finally:
-            self.preparer.release(call)  # the sequences hold them by now
+            if adapters is not None:
+                adapters.release(held)
         if req.on_submitted is not None:
             req.release_inputs()
             req.on_submitted(req.kept_bytes + stream.kept_bytes)
         return stream
+
+    async def _prepare_and_submit(self, req: GenerateRequest, created: float) -> GenerationStream:
+        call = await self.preparer.prepare(req)
+        try:
+            return await self._submit(req, call, created)
+        finally:
+            self.preparer.release(call)  # the sequences hold them by now
 
     async def _submit(self, req: GenerateRequest, call: PreparedCall, created: float) -> GenerationStream:
         self._refuse_when_down()
