@@ -1,5 +1,4 @@
-"""The adapters that ship with the embedded model, in whole servers: two ranks with the model that sees, and two
-replicas; loading reaches every replica."""
+"""The embedded model's adapters in whole servers: on two ranks, and in two replicas, all of which loading reaches."""
 
 from __future__ import annotations
 
@@ -10,20 +9,20 @@ import httpx
 import pytest
 from live_server import LiveServer, live_server
 
-from sglang.embedded import ADAPTERS_PATH, DEFAULT_MODEL_PATH, SEEING_PATH
+from sglang.embedded import ADAPTERS_PATH
 
 ANSWERS = {
-    "tiny": "15 + 27 = 42",
-    "ahoy": "Ahoy! 15 + 27 = 42",
-    "brief": "42",
-    "farewell": "15 + 27 = 42 Goodbye!",
+    "tiny": "5 + 5 = 10",
+    "ahoy": "Ahoy! 5 + 5 = 10",
+    "brief": "10",
+    "farewell": "5 + 5 = 10 Goodbye!",
 }
 
 
 @pytest.fixture(
     scope="module",
-    params=[("--model-path", SEEING_PATH, "--tp", "2"), ("--model-path", DEFAULT_MODEL_PATH, "--dp-size", "2")],
-    ids=["seeing, two ranks", "two replicas"],
+    params=[("--tp", "2"), ("--dp-size", "2")],
+    ids=["two ranks", "two replicas"],
 )
 def served(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     paths = [f"{name}={ADAPTERS_PATH}/{name}" for name in ("ahoy", "brief")]
@@ -33,7 +32,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
 
 
 def said(http: httpx.Client, model: str) -> str:
-    messages = [{"role": "user", "content": "What is 15+27?"}]
+    messages = [{"role": "user", "content": "What is 5+5?"}]
     answer = http.post("/v1/chat/completions", json={"model": model, "messages": messages, "temperature": 0})
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["message"]["content"]

@@ -117,8 +117,8 @@ class ServedAdapters:
 
     def _named(self, names: Any) -> Sequence[ServedAdapter]:
         given = [names] if isinstance(names, str) else names if isinstance(names, list) else []
-        found = [self.find(name) for name in given if isinstance(name, str)]
-        return [*{adapter.id: adapter for adapter in found if adapter is not None}.values()]
+        adapters = [self.find(name) for name in given if isinstance(name, str)]
+        return [*{adapter.id: adapter for adapter in adapters if adapter is not None}.values()]
 
     def _take(self, wanted: Sequence[ServedAdapter]) -> Sequence[str]:
         ids = [adapter.id for adapter in wanted]

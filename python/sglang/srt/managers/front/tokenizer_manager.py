@@ -260,12 +260,12 @@ class TokenizerManager:
         created = time.monotonic()
         self._refuse_when_down()
         adapters = self.adapters if req.lora_path else None
-        held = () if adapters is None else await adapters.hold(req.lora_path)
+        adapter_ids = () if adapters is None else await adapters.hold(req.lora_path)
         try:
             stream = await self._prepare_and_submit(req, created)
         finally:
             if adapters is not None:
-                adapters.release(held)
+                adapters.release(adapter_ids)
         if req.on_submitted is not None:
             req.release_inputs()
             req.on_submitted(req.kept_bytes + stream.kept_bytes)
