@@ -68,7 +68,7 @@ def test_lazy_attributes() -> None:
         (["-m", "sglang.cli", "sreve"], 2, "stderr", "unknown command 'sreve'"),
         (["-m", "sglang.launch_server"], 2, "stderr", "--model-path is required"),
         (
-            ["-m", "sglang.launch_server", "--model", "/no/such/dir", "--enable-memory-saver"],
+            ["-m", "sglang.launch_server", "--model", "/no/such/dir", "--custom-weight-loader", "x"],
             2,
             "stderr",
             "not implemented",

@@ -23,8 +23,6 @@ PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. Ho
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/release_memory_occupation", "--mem-fraction-static"),
-        ("/resume_memory_occupation", "--mem-fraction-static"),
         ("/update_weights_from_disk", "--model-path"),
     ],
 )

@@ -125,7 +125,6 @@ WORDS_OF_OTHERS: Mapping[str, str] = {
     "distributed-executor-backend": "not needed; remove it",
     "tokenizer-pool-size": "not needed; remove it",
     "limit-mm-per-prompt": "--limit-mm-data-per-request",
-    "enable-sleep-mode": "not available: memory is not handed back while the server runs",
     # llama.cpp
     "ctx-size": "--context-length",
     "n-gpu-layers": "not needed: all layers are on the GPU; remove it",

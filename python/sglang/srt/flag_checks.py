@@ -98,6 +98,7 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
     yield from _check_machines(args)
+    yield from _check_sleep(args)
     yield from _check_attention_groups(args)
     yield from refused_pairs(args)
     if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
@@ -117,6 +118,17 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     yield from _check_media(args)
     yield from _check_adapters(args)
     yield from _check_speculation(args)
+
+
+def _check_sleep(args: Any) -> Iterator[tuple[set[str], str]]:
+    if not args.enable_memory_saver:
+        for name in ("enable_weights_cpu_backup", "wake_on_request"):
+            if getattr(args, name):
+                yield {name, "enable_memory_saver"}, f"{flag(name)} needs --enable-memory-saver."
+        return
+    for name in ("use_ray", "nnodes", "attn_dp_size"):
+        if getattr(args, name) > 1 or getattr(args, name) is True:
+            yield {"enable_memory_saver", name}, f"--enable-memory-saver does not go with {flag(name)} here."
 
 
 _NOT_WITH_ADAPTERS = ("pp_size", "attn_dp_size", "nnodes")

@@ -18,6 +18,7 @@ from sglang.srt.arguments.groups import EFFECTIVE_IF_NONE, GROUPS, MEDIA, MEMORY
 from sglang.srt.arguments.kernels import KernelArgs
 from sglang.srt.arguments.model import ModelArgs
 from sglang.srt.arguments.serving import LoggingArgs, ServingArgs
+from sglang.srt.arguments.sleep import SleepArgs
 from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
 from sglang.srt.configs.load_balance import BALANCE_METHODS
 from sglang.srt.configs.merge_methods import MERGE_METHODS
@@ -36,7 +37,7 @@ _LOGIN = re.compile(r"//[^/\s]*@")
 
 
 @dataclass(kw_only=True)
-class ServerArgs(LoggingArgs, AdapterArgs, KernelArgs, ServingArgs, ModelArgs):
+class ServerArgs(LoggingArgs, SleepArgs, AdapterArgs, KernelArgs, ServingArgs, ModelArgs):
     """The server's options. Made by `from_cli` or `from_kwargs`, which check every value; call `check()` after changing
     one."""
 

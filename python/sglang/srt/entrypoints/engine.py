@@ -21,6 +21,7 @@ from sglang.srt.managers.front.adapters import ServedAdapters
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
 from sglang.srt.managers.front.native_output import native_results, native_stream
+from sglang.srt.managers.front.sleeper import Sleeper
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.launch import launch_engine
 from sglang.srt.managers.reap import close_together
@@ -144,6 +145,33 @@ class Engine:
         if self._manager.adapters is None:
             raise RequestError("this engine takes no LoRA adapters; create it with enable_lora=True")
         return self._manager.adapters
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
+        """Gives GPU memory back (`weights`, `kv_cache`, `cuda_graph`; all if not given); needs `enable_memory_saver`.
+        The weights are kept in main memory with `enable_weights_cpu_backup`, and must be sent again without."""
+        self._run(self._sleeper().sleep(tags, self.server_args.enable_weights_cpu_backup))
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        """Takes GPU memory again that `release_memory_occupation` gave back."""
+        self._run(self._sleeper().wake(tags))
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives all GPU memory back. level: 1 keeps the weights in main memory, 2 does not. mode: requests that run are
+        aborted, waited for (`wait`) or kept (`keep`)."""
+        self._run(self._sleeper().sleep(None, level == 1, mode))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wakes the engine from `sleep`."""
+        self._run(self._sleeper().wake(tags))
+
+    def is_sleeping(self) -> bool:
+        """Returns whether any memory is given back."""
+        return bool(self._manager.state.asleep)
+
+    def _sleeper(self) -> Sleeper:
+        if self._manager.sleeper is None:
+            raise RequestError("this engine keeps its memory; create it with enable_memory_saver=True")
+        return self._manager.sleeper
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache. Returns False while requests run."""

@@ -12,7 +12,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints import http_adapters, http_corpora, http_native, http_refused, http_sessions, http_storage
+from sglang.srt.entrypoints import (
+    http_adapters,
+    http_corpora,
+    http_native,
+    http_refused,
+    http_sessions,
+    http_sleep,
+    http_storage,
+)
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
@@ -37,6 +45,7 @@ FORMS = (
     ollama_routes,
     http_native,
     http_sessions,
+    http_sleep,
     http_adapters,
     http_corpora,
     http_storage,
@@ -53,7 +62,10 @@ async def _on_api_error(request: Request, error: Any) -> Response:
 
 
 async def _on_request_error(request: Request, error: Any) -> Response:
-    return error_response(request.url.path, ApiError(error.status_code, error.message))
+    response = error_response(request.url.path, ApiError(error.status_code, error.message))
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    return response
 
 
 async def _on_http_exception(request: Request, error: Any) -> Response:

@@ -262,9 +262,13 @@ async def get_load(request: Request) -> Response:
 @router.get("/ready")
 @router.get("/ping")
 async def health(request: Request) -> Response:
-    """200 with an empty body when requests are served, otherwise 503 with the reason."""
-    reason = state_of(request).unavailable()
-    return Response(status_code=200) if reason is None else PlainTextResponse(reason, 503)
+    """200 with an empty body when requests are served, or with a word if the server sleeps; otherwise 503 with the
+    reason."""
+    state = state_of(request)
+    reason = state.unavailable()
+    if reason is not None or state.engine is None:
+        return PlainTextResponse(reason or "the server is starting", 503)
+    return _sleeping(state.engine.manager) or Response(status_code=200)
 
 
 @router.get("/health_generate")
@@ -272,9 +276,16 @@ async def health_generate(request: Request) -> Response:
     """Answers as `/health` does, after one token has been generated, or any other output has come from the engine
     meanwhile."""
     manager = engine_of(request).manager
+    if (sleeping := _sleeping(manager)) is not None:
+        return sleeping
     if await until_disconnect(request, engine_responds(manager, HEALTH_TIMEOUT_S)):
         return Response(status_code=200)
     return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
+
+
+def _sleeping(manager: TokenizerManager) -> Response | None:
+    """Returns the answer of a server that sleeps, which is no failure; None if it is awake."""
+    return PlainTextResponse("sleeping", 200) if manager.state.asleep else None
 
 
 async def warm_up(manager: TokenizerManager) -> None:

@@ -19,7 +19,8 @@ _LINES = ("/api/chat", "/api/generate")
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
 _OF_VLLM = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile", *_OF_VLLM)
-_EMPTY = (*_PROBES, "/abort_request", "/close_session")
+_MEMORY = ("/release_memory_occupation", "/resume_memory_occupation")
+_EMPTY = (*_PROBES, *_MEMORY, "/abort_request", "/close_session")
 """Routes whose answer is only a status."""
 _STORED_RESPONSE = "/v1/responses/{response_id}"
 _NOT_FOUND = (
@@ -34,6 +35,8 @@ _STORE = "/hicache/storage-backend"
 _REFUSING = (
     _STORE,
     "/list_external_corpora",
+    "/sleep",
+    "/wake_up",
     "/flush_cache",
     "/start_profile",
     "/stop_profile",

@@ -340,6 +340,18 @@ class HostTier:
         self._offers.clear()
         self.host.tree.reset()
 
+    def leave_device(self) -> None:
+        """Copies to main memory what is to be saved, and keeps what is there, before the GPU's tree is emptied."""
+        if self.write_policy == "write_back":
+            self.write_back(list(self.device.tree.nodes()))
+        left = -1
+        while self._ready and len(self._offers) + self.counts.saved_tokens != left:
+            left = len(self._offers) + self.counts.saved_tokens
+            self.launch()
+            self.drain()
+        self.drain()
+        self._offers.clear()
+
     # --- copies -------------------------------------------------------------------------------------------------------
 
     @property

@@ -65,6 +65,17 @@ def check_runner(runner: ModelRunner) -> None:
     )
 
 
+def first_logits(runner: ModelRunner) -> torch.Tensor:
+    """Returns the logits [N, vocabulary] of a few prompts, on the host and the same on every rank. Collective. Changes
+    only cache slots and states that no request owns."""
+    canary = _Canary(runner)
+    with torch.inference_mode():
+        try:
+            return canary.logits_of_prompts().cpu()
+        finally:
+            canary.steps.end()
+
+
 def _check_all_reduce(runner: ModelRunner) -> None:
     size, rank = parallel_state.tp_size(), parallel_state.tp_rank()
     if size == 1:
@@ -90,6 +101,12 @@ class _Canary:
             return min([1.0, *self._agreements()])
         finally:
             self.steps.end()
+
+    def logits_of_prompts(self) -> torch.Tensor:
+        """Returns the logits of all prompts, computed whole without graphs."""
+        with self.runner.without_graphs(), self.runner.with_min_overlap_tokens(None):
+            self.steps.start()
+            return self._logits(self.steps.prompts(self.steps.length))
 
     def _agreements(self) -> Iterator[float]:
         runner, steps = self.runner, self.steps

@@ -99,9 +99,11 @@ class GraphRunner:
         keeps_hidden: bool = False,
         drafts: DraftRunner | None = None,
         drafts_in_graphs: bool = True,
+        pool: Any = None,
     ) -> None:
         """keeps_hidden: steps without prompts also return their hidden states. drafts_in_graphs False: the work after
-        sampling is launched kernel by kernel, on the padded rows of the graph."""
+        sampling is launched kernel by kernel, on the padded rows of the graph. pool: the memory pool of the graphs, one
+        of their own for None."""
         self.state, self.sizes, self.drafts = state, sizes, drafts
         self.num_windows = state.num_tables - 1
         self.groups = parallel_state.groups()
@@ -125,7 +127,6 @@ class GraphRunner:
         self._accepted: dict[StepShape, AcceptResult] = {}
         self._accept: dict[StepShape, Callable[[torch.Tensor], AcceptResult]] = {}
         state.attention.prepare_graphs(tuple(sorted({s.num_decodes for s in shapes if s.num_decodes})))
-        pool: Any = None
         for shape in shapes:
             self._capture(shape, pool)
             pool = pool or self.graphs[shape].pool()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from sglang.srt.model_executor.host_copies import create_copies
 from sglang.srt.model_executor.input_ops import InputOps
 from sglang.srt.model_executor.media_setup import CreateEncoder, create_features
 from sglang.srt.model_executor.media_timing import measured_pace
+from sglang.srt.model_executor.memory_saver.saver import MemorySaver
 from sglang.srt.model_executor.quantized_sums import quantize_sums
 from sglang.srt.model_executor.step import (
     GroupSteps,
@@ -50,6 +51,7 @@ from sglang.srt.plan.plan import Plan
 from sglang.srt.plan.step_widths import StepWidths
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.utils.device_arrays import send
+from sglang.srt.utils.engine_state import KV_CACHE, WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -85,21 +87,26 @@ class ModelRunner:
         keeps_hidden: bool = False,
         widths: StepWidths | None = None,
         create_encoder: CreateEncoder | None = None,
+        memory_saver: MemorySaver | None = None,
     ) -> None:
         """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. create_drafter: all
         pipeline stages get a drafter, but only the last one asks it for draft tokens. widths: tokens per request in
         steps without prompts; None: always the maximum. create_encoder: of images and videos; None: the
-        server reads text only."""
+        server reads text only. memory_saver: has the memory that can be given back; None: none can."""
         self.plan = plan
+        self.memory_saver = memory_saver
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
         quantize_sums(parallel_state.groups(), plan)
-        self.model = load_model(plan, load_format, seed)
+        with self._region(WEIGHTS):
+            self.model = load_model(plan, load_format, seed)
         self.pp_tokens = parallel_state.groups().pp_tokens
         self.samples = plan.description.last_stage
         """Receives the last pipeline stage's tokens in the stages before it."""
-        self.drafter = drafter = None if create_drafter is None else create_drafter(self.model, plan)
-        self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
+        with self._region(WEIGHTS):
+            self.drafter = drafter = None if create_drafter is None else create_drafter(self.model, plan)
+        with self._region(KV_CACHE):
+            self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
         self.pools.bind([*self.model.caches, *(drafter.caches if drafter is not None else ())])
         self.copies = None if plan.host_cache is None else create_copies(plan, plan.host_cache, self.pools)
         """Copies of cached prefixes to main memory and back."""
@@ -112,7 +119,8 @@ class ModelRunner:
         self.state.context = parallel_state.groups().context
         if plan.adapters is not None:
             self.state.adapters = AdapterSlots(plan.pool_sizes.max_requests, plan.device)
-        self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
+        with self._region(WEIGHTS):
+            self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, None if self.state.has_drafts else self.state.next_tokens[:, 0])
         self.widths = widths or StepWidths((width,))
@@ -137,13 +145,18 @@ class ModelRunner:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
 
+    def _region(self, tag: str) -> AbstractContextManager[None]:
+        """Allocates inside the block in memory that can be given back, if any can."""
+        return nullcontext() if self.memory_saver is None else self.memory_saver.region(tag)
+
     def _captured(
         self, sizes: GraphSizes, keeps_hidden: bool, drafts: DraftRunner | None, graphs_prompts: bool
     ) -> GraphRunner | None:
         """Captures the graphs. Returns None for a class of transformers whose code cannot be captured, which may wait
         for the device within a step: its steps are launched kernel by kernel."""
         try:
-            graphs = GraphRunner(self.state, sizes, keeps_hidden, drafts, graphs_prompts)
+            pool = None if self.memory_saver is None else self.memory_saver.graph_pool
+            graphs = GraphRunner(self.state, sizes, keeps_hidden, drafts, graphs_prompts, pool)
         except RuntimeError as error:
             if self.plan.description.transformers_class is None:
                 raise

@@ -19,12 +19,13 @@ from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 class RequestError(ValueError):
     """Raised when a request is refused or fails. `status_code` is the HTTP status: 400 the caller's mistake, 503 queue
-    full or shutting down, 500 the engine's fault."""
+    full or shutting down, 500 the engine's fault. `retry_after`: seconds after which the same request may succeed."""
 
-    def __init__(self, message: str, status_code: int = 400) -> None:
+    def __init__(self, message: str, status_code: int = 400, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.status_code = status_code
+        self.retry_after = retry_after
 
 
 def refuse_aborted(finish: FinishReason) -> None:

@@ -15,7 +15,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from sglang.srt.managers.front.request_record import EndedRequest
+from sglang.srt.managers.front.sleeper import Sleeper
 from sglang.srt.managers.wire.io_struct import HostCacheStats, SchedulerStats, StorageStats
+from sglang.srt.utils.engine_state import TAGS
 
 _LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
 _REPLICA_LABEL = "dp_rank"
@@ -118,6 +120,8 @@ class Metrics(Collector):
         self.stats = [SchedulerStats() for _ in range(num_replicas)]
         self.lost: set[int] = set()
         """Replicas that have ended."""
+        self.sleeper: Sleeper | None = None
+        """Has what is told of sleep; None: this server cannot sleep."""
         self.generation_tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens = {"device": 0, "host": 0, "storage": 0}
@@ -148,6 +152,7 @@ class Metrics(Collector):
         yield from self._counters()
         yield from self._histograms()
         yield from self._host_cache_metrics()
+        yield from self._sleep_metrics()
 
     def _gauges(self) -> Iterable[Metric]:
         for name, text in _GAUGES.items():
@@ -191,6 +196,24 @@ class Metrics(Collector):
             family = CounterMetricFamily(f"sglang:{name}", text, labels=self._replica_labels)
             self._add_each(family, name)
             yield family
+
+    def _sleep_metrics(self) -> Iterable[Metric]:
+        if self.sleeper is None:
+            return
+        asleep, totals = self.sleeper.state.asleep, self.sleeper.totals
+        family = GaugeMetricFamily("sglang:asleep", "1: this memory is given back", labels=(*_LABELS, "tag"))
+        for tag in TAGS:
+            family.add_metric((*self._labels, tag), tag in asleep)
+        yield family
+        for name, text, value in (
+            ("sleeps", "Times that memory was given back", totals.sleeps),
+            ("sleep_seconds", "Time that this took, with the wait for requests", totals.sleep_seconds),
+            ("wakes", "Times that memory was taken again", totals.wakes),
+            ("wake_seconds", "Time that this took", totals.wake_seconds),
+        ):
+            counter = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
 
     def _host_cache_metrics(self) -> Iterable[Metric]:
         serving = [(i, stats.host_cache) for i, stats in enumerate(self.stats) if i not in self.lost]

@@ -44,6 +44,7 @@ from sglang.srt.managers.front.request_preparation import PreparedCall, RequestP
 from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.front.request_trace import RequestTracer
 from sglang.srt.managers.front.sequence_table import ActiveSequence, SequenceTable
+from sglang.srt.managers.front.sleeper import RETRY_AFTER_S, Sleeper
 from sglang.srt.managers.front.text_encoder import TextEncoder
 from sglang.srt.managers.reap import close_together
 from sglang.srt.managers.wire import ipc
@@ -59,6 +60,7 @@ from sglang.srt.managers.wire.io_struct import (
 )
 from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.engine_state import EngineState
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 from sglang.srt.utils.media_item import MediaItem
 
@@ -100,11 +102,19 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.status = ServerStatus.STARTING
         self.status_message = ""
+        self.state = EngineState()
+        """Whether the engine's memory and weights can serve requests, as its schedulers have said."""
+        self.sleeper: Sleeper | None = None
+        """Puts the engine to sleep and wakes it; None: its memory cannot be given back."""
+        if args.enable_memory_saver:
+            self.sleeper = Sleeper(self.state, self.control, self.abort_all, args.wake_on_request)
         self.last_receive_time = time.monotonic()
         """time.monotonic() of the last message from an engine."""
         self.replicas = [Replica(index, each) for index, each in enumerate(ports)]
         self._router = ReplicaRouter(args.load_balance_method, len(ports), not args.disable_radix_cache)
         self.metrics = Metrics(args.served_model_name or args.model_path, len(ports)) if args.enable_metrics else None
+        if self.metrics is not None:
+            self.metrics.sleeper = self.sleeper
         self._log = RequestLog(args) if args.log_requests else None
         self._tracer = RequestTracer.from_args(args)
         self._has_helpers = True
@@ -259,6 +269,7 @@ class TokenizerManager:
         """Checks, tokenizes and sends a call. Raises RequestError; then nothing was sent."""
         created = time.monotonic()
         self._refuse_when_down()
+        await self._admit()
         adapters = self.adapters if req.lora_path else None
         adapter_ids = () if adapters is None else await adapters.hold(req.lora_path)
         try:
@@ -274,6 +285,7 @@ class TokenizerManager:
     async def _prepare_and_submit(self, req: GenerateRequest, created: float) -> GenerationStream:
         call = await self.preparer.prepare(req)
         try:
+            await self._admit()
             return await self._submit(req, call, created)
         finally:
             self.preparer.release(call)  # the sequences hold them by now
@@ -333,7 +345,7 @@ class TokenizerManager:
         reply = replies.by_replica[replica]
         if len(self.replicas) == 1:
             return reply
-        return ControlReply(reply.id, False, f"Replica {replica.index}: {reply.message}")
+        return ControlReply(reply.id, False, f"Replica {replica.index}: {reply.message}", reply.data)
 
     async def control_each(self, kind: str, timeout: float = 60.0) -> dict[int, ControlReply]:
         """Asks like `control`. Returns the replies by replica, without those of replicas that end meanwhile."""
@@ -372,6 +384,14 @@ class TokenizerManager:
             raise RequestError("The server is shutting down.", 503)
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
+
+    async def _admit(self) -> None:
+        """Returns if the engine's memory and weights can serve requests, perhaps after waking it. Raises RequestError
+        503."""
+        if self.sleeper is not None:
+            await self.sleeper.admit()
+        elif not self.state.serves:
+            raise RequestError(self.state.problem, 503, retry_after=RETRY_AFTER_S)
 
     def replica_for(self, ids: Sequence[int] | Ids, wanted: int | None) -> int:
         """Returns the index of the replica for a sequence: `wanted`, as long as that one serves."""

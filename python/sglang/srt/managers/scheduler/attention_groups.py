@@ -299,14 +299,14 @@ class AttentionGroups:
         for scheduler in self.schedulers:
             scheduler.paused = paused
 
-    def flush_cache(self) -> bool:
-        """Empties the caches of all groups, or of none."""
+    def flush_cache(self, keeps_host: bool = False) -> bool:
+        """Empties the caches of all groups, or of none. keeps_host: as of `Scheduler`."""
         self.sync()
         reqs = self.reqs.values()
         if any(req.slot for req in reqs) or (reqs and not self.paused):
             return False
         self.router.forget_prefixes()
-        return all(scheduler.flush_cache() for scheduler in self.schedulers)  # all groups can be flushed
+        return all(scheduler.flush_cache(keeps_host) for scheduler in self.schedulers)  # all groups can be flushed
 
     @property
     def reqs(self) -> dict[str, Req]:

@@ -526,13 +526,17 @@ class Scheduler:
             for req in reversed(retracted):
                 self.requeue(req)
 
-    def flush_cache(self) -> bool:
-        """Empties the prefix cache. Returns False while requests run or, except during a pause, wait."""
+    def flush_cache(self, keeps_host: bool = False) -> bool:
+        """Empties the prefix cache. Returns False while requests run or, except during a pause, wait. keeps_host: what
+        main memory has, and is to get, stays there."""
         self.sync()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         if self.host_tier is not None:
-            self.host_tier.reset()
+            if keeps_host:
+                self.host_tier.leave_device()
+            else:
+                self.host_tier.reset()
             redo_stale(self)
         self.kv.reset()
         if self.media.features is not None:

@@ -33,6 +33,7 @@ from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision, SlowMask
+from sglang.srt.managers.scheduler.memory_control import BUSY, MemoryControl
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
@@ -48,6 +49,7 @@ from sglang.srt.managers.wire.io_struct import (
     ArraysReleased,
     ControlReply,
     ControlReq,
+    FinishReason,
     SchedulerInput,
     SchedulerOutput,
     SchedulerReady,
@@ -98,6 +100,9 @@ class SchedulerProcess:
         stop_checker = StopChecker(decoder, None if alone else self.decisions.append)
         create = AttentionGroups if runner.groups.dp.size > 1 else Scheduler
         self.scheduler: Scheduler | AttentionGroups = create(args, runner, stop_checker, create_depth(args, runner))
+        self.memory = MemoryControl(self.scheduler, runner)
+        self.state = self.memory.state
+        """Awake, asleep, or with weights that must not be used."""
         self.grammars = grammars
         self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
@@ -200,7 +205,9 @@ class SchedulerProcess:
             seed = int.from_bytes(digest, "little") >> 1
         stop_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.model.eos_token_ids)
         req = self.scheduler.add(msg, seed, stop_ids)
-        if req is not None:
+        if req is not None and not self.state.serves:  # the front refuses requests by its own copy of the state
+            self.scheduler.end_named(req.rid, FinishReason("abort", message=self.state.problem, status_code=503))
+        elif req is not None:
             self.grammar_queue.add(req)
 
     # --- out ---------------------------------------------------------------------------------------------------------
@@ -251,6 +258,12 @@ class SchedulerProcess:
             "num_retracted_reqs": stats["num_retracted_reqs"],
             **dataclasses.asdict(self.scheduler.stats.launches),
         }
+        if self.runner.memory_saver is not None:
+            saver = self.runner.memory_saver
+            state["memory_saver"] = {**self.state.to_wire(), "bytes": saver.sizes(), "host_bytes": saver.host_bytes}
+            state["memory_saver"]["seconds"] = saver.seconds
+        if self.state.asleep:  # what follows reads the GPU's memory
+            return ControlReply(msg.id, data=state)
         buffers = self.runner.model.expert_buffers
         if buffers is not None and (copies := buffers.totals()) is not None:
             state["expert_slots"] = dict(zip(("chosen", "copied"), copies, strict=True))
@@ -269,8 +282,18 @@ class SchedulerProcess:
         return ControlReply(msg.id)
 
     def _resume(self, msg: ControlReq) -> ControlReply:
+        if not self.state.serves:
+            return ControlReply(msg.id, False, self.state.problem)
         self.scheduler.paused = False
         return ControlReply(msg.id)
+
+    def _sleep(self, msg: ControlReq) -> ControlReply:
+        problem = self.memory.sleep(msg.args["tags"], msg.args["keep_weights"])
+        return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire(), "busy": problem == BUSY})
+
+    def _wake(self, msg: ControlReq) -> ControlReply:
+        problem = self.memory.wake(msg.args["tags"])
+        return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire()})
 
     def _start_profile(self, msg: ControlReq) -> ControlReply:
         try:
@@ -331,6 +354,8 @@ class SchedulerProcess:
         return ControlReply(msg.id, self._adapters().is_read(msg.args["adapter"]))
 
     def _load_adapter(self, msg: ControlReq) -> ControlReply:
+        if self.state.asleep:
+            return ControlReply(msg.id, False, self.state.problem)
         problem = self._adapters().end(msg.args["adapter"], msg.args["pinned"])
         return ControlReply(msg.id, not problem, problem)
 
@@ -349,6 +374,8 @@ class SchedulerProcess:
         "internal_state": _internal_state,
         "pause": _pause,
         "resume": _resume,
+        "sleep": _sleep,
+        "wake": _wake,
         "start_profile": _start_profile,
         "stop_profile": _stop_profile,
         "set_corpora": _set_corpora,

@@ -220,6 +220,7 @@ def load_runner(
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.drafts.create import create_drafter
+    from sglang.srt.model_executor.memory_saver.saver import create_saver
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_loader.loader import load_encoder
 
@@ -233,6 +234,7 @@ def load_runner(
         widths=None if settings is None else plan.step_widths,
         create_encoder=create_encoder
         or partial(load_encoder, load_format=args.load_format, seed=args.random_seed or 0),
+        memory_saver=create_saver(plan.device) if args.enable_memory_saver else None,
     )
     runner.storage = create_storage(args, runner, rank)
     if not args.skip_server_warmup:

@@ -84,9 +84,10 @@ class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
 
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
-    stop_profile, pause (`args`: mode), resume, set_corpora (`args`: path), storage_backend, attach_storage (`args`:
-    backend, extra, prefetch_policy, write_policy), detach_storage (`args`: undo, perhaps), read_adapter
-    (`args`: adapter, path), adapter_read (adapter), load_adapter (adapter, pinned), unload_adapter (adapter), ping."""
+    stop_profile, pause (`args`: mode), resume, sleep (tags, keep_weights), wake (tags), set_corpora (`args`: path),
+    storage_backend, attach_storage (`args`: backend, extra, prefetch_policy, write_policy), detach_storage (`args`:
+    undo, perhaps), read_adapter (`args`: adapter, path), adapter_read (adapter), load_adapter (adapter, pinned),
+    unload_adapter (adapter), ping."""
 
     id: str
     kind: str
