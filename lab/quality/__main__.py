@@ -94,8 +94,8 @@ class Run:
 
     def _scores(self, cell: forms.Cell) -> dict[str, Any]:
         flags = {"kv_cache_dtype": forms.CACHES[cell.cache]}
-        if cell.weights == forms.TRANSFORMERS:
-            return self._scores_of_transformers(cell)
+        if cell.weights in forms.PEERS:
+            return self._scores_of_peer(cell)
         requests = max(-(-len(self.facts) // texts.QUESTIONS_A_PROMPT), -(-self.args.tokens // self.args.window))
         model = self._model(self._checkpoint(cell.weights), flags, requests, max(self.args.window, QUESTION_TOKENS))
         prompts = self._prompts(model, cell)
@@ -108,12 +108,15 @@ class Run:
             "wrong": [city for (city, _), is_right in zip(self.facts, right, strict=False) if not is_right],
         }
 
-    def _scores_of_transformers(self, cell: forms.Cell) -> dict[str, Any]:
+    def _scores_of_peer(self, cell: forms.Cell) -> dict[str, Any]:
         path = self._checkpoint(forms.PLAIN)
         model = self._model(path, {}, 1, self.args.window)
         prompts = self._prompts(model, cell)
-        hidden = torch.cat([states[:-1] for states in peers.hidden_states(path, prompts, self.args.device)])
-        return self._figures(hidden, prompts, model.head, cell)
+        if cell.weights == forms.LLAMA_CPP:
+            found = peers.hidden_states_of_llama_cpp(self.model_path, prompts, self.args.device)
+        else:
+            found = peers.hidden_states(path, prompts, self.args.device)
+        return self._figures(torch.cat([states[:-1] for states in found]), prompts, model.head, cell)
 
     def _model(self, path: str, flags: dict[str, Any], requests: int, tokens: int) -> Model:
         step_tokens = max(STEP_TOKENS, requests * self.args.chunk)
@@ -229,7 +232,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--calibration-tokens", type=int, default=16384, help="for GPTQ")
     parser.add_argument("--calibration-device", choices=("cpu", "cuda"), help="(default: --device)")
-    parser.add_argument("--weights", nargs="+", choices=forms.WEIGHTS, default=list(forms.WEIGHTS), metavar="FORM")
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        choices=forms.WEIGHTS,
+        default=[form for form in forms.WEIGHTS if form != forms.LLAMA_CPP],
+        metavar="FORM",
+    )
     parser.add_argument("--caches", nargs="+", choices=forms.CACHES, default=list(forms.CACHES), metavar="CACHE")
     parser.add_argument("--table", action="store_true", help="print what has been measured")
     args = parser.parse_args(argv)

@@ -35,11 +35,14 @@ class Cell:
 PLAIN = "16-bit"
 TRANSFORMERS = "transformers"
 """The weights of 16 bits, computed by transformers."""
+LLAMA_CPP = "llama.cpp"
+"""The weights of the GGUF file, computed by llama.cpp; measured only where `--weights` names it."""
+PEERS = (TRANSFORMERS, LLAMA_CPP)
 CACHES: Mapping[str, str] = {PLAIN: "bf16", "fp8": "fp8_e4m3", "fp4": "fp4_e2m1"}
 ROUNDED = ("int4_g32", "int4_g64", "int4_g128", "mxfp4", "nvfp4")
 WEIGHTS: Mapping[str, Weights] = {
     PLAIN: Weights(),
-    TRANSFORMERS: Weights(),
+    **{peer: Weights() for peer in PEERS},
     **{scheme: Weights(scheme) for scheme in FORMATS},
     **{f"{scheme}-fitted": Weights(scheme, "fitted") for scheme in ROUNDED},
     **{f"{scheme}-awq": Weights(scheme, "awq") for scheme in ROUNDED if SCHEMES[scheme].activation is None},
@@ -55,7 +58,7 @@ def cells(
 ) -> list[Cell]:
     """Returns the cells in the order of their worth: each form alone over `tokens`, then pairs over `cross_tokens`."""
     of_caches = [Cell(PLAIN, cache, tokens) for cache in caches if PLAIN in weights]
-    ours = [form for form in weights if form not in (PLAIN, TRANSFORMERS)]
+    ours = [form for form in weights if form not in (PLAIN, *PEERS)]
     alone = [Cell(form, PLAIN, tokens) for form in weights if form != PLAIN and PLAIN in caches]
     pairs = [Cell(form, cache, cross_tokens) for form in ours for cache in caches if cache != PLAIN]
     return of_caches + alone + pairs

@@ -17,6 +17,7 @@ USAGE = """\
 usage: sglang COMMAND [options]
 
   serve      start a server; without --model-path it serves the small model that ships with the package;
+             with --models FILE it serves several models of a YAML file, or of a folder, of which some sleep;
              with --dry-run it only says whether one would start, and how
   generate   print how a model continues one text; no chat template is applied
   plan       print the memory and the speed of a model on some GPUs, layout by layout; needs no GPU
@@ -73,6 +74,9 @@ def _drafts_without_path(argv: Sequence[str]) -> str:
 
 def run_serve(argv: Sequence[str]) -> None:
     """Runs a server until it ends."""
+    if any(word.partition("=")[0] == "--models" for word in argv):
+        serve(argv, "sglang serve")
+        return
     if not (_begins_with_model(argv) or _has_model(argv)):
         print(
             "Without --model-path this serves the small model that ships with the package; "

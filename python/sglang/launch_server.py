@@ -42,7 +42,11 @@ def serve(argv: Sequence[str] | None, prog: str) -> None:
     from sglang.srt.utils.log import configure_logging
 
     adopt_environment()
-    args = ServerArgs.from_cli(argv, prog)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if (models := _taken(words, "--models")) is not None:
+        serve_models(models, words, prog)
+        return
+    args = ServerArgs.from_cli(words, prog)
     configure_logging(args.log_level)
     if args.dry_run:
         from sglang.dry_run import dry_run
@@ -57,6 +61,37 @@ def serve(argv: Sequence[str] | None, prog: str) -> None:
     from sglang.srt.entrypoints.http_server import launch_server
 
     launch_server(args)
+
+
+def _taken(words: list[str], flag: str) -> str | None:
+    """Takes a flag out of the words of a command line, and returns its value; None: it is not there. Raises
+    UserError."""
+    for index, word in enumerate(words):
+        name, given, value = word.partition("=")
+        if name == flag and (given or index + 1 < len(words)):
+            taken = value if given else words[index + 1]
+            del words[index : index + (1 if given else 2)]
+            return taken
+        if name == flag:
+            raise UserError(f"{flag} needs a value")
+    return None
+
+
+def serve_models(models: str, words: Sequence[str], prog: str) -> None:
+    """Serves the models of a YAML file or a folder; `words` are flags of all of them. Raises UserError."""
+    from sglang.srt.entrypoints.models_file import read_models
+    from sglang.srt.entrypoints.several_models import launch_several
+    from sglang.srt.utils.log import configure_logging
+
+    file = read_models(models, words, prog)
+    configure_logging(file.models[0].args.log_level)
+    if file.models[0].args.dry_run:
+        from sglang.dry_run import dry_run
+
+        for model in file.models:
+            dry_run(model.args)
+        return
+    launch_several(file)
 
 
 if __name__ == "__main__":

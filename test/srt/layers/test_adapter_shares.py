@@ -63,13 +63,11 @@ def deltas(folders: list[Path], x: torch.Tensor, share: int, ranks: int) -> tupl
     assert column is not None and row is not None
     for number, folder in enumerate(folders):
         layers.load(number % 2 + 1, layers.read(read_adapter_files(folder)))
-    layers.slots = torch.tensor([1, 0, 2, 1], dtype=torch.int32)
-    outputs = torch.zeros(4, q.padded_count + k.padded_count)
-    column.add(x[:, :HIDDEN], outputs)
-    summed = torch.zeros(4, HIDDEN)
+    layers.begin_step(torch.tensor([1, 0, 2, 1], dtype=torch.int32))
+    outputs = column.added(lambda: torch.zeros(4, q.padded_count + k.padded_count), x[:, :HIDDEN])
     mine = torch.zeros(4, q.padded_count)
     mine[:, : q.count] = x[:, q.run]
-    row.add(mine, summed)
+    summed = row.added(lambda: torch.zeros(4, HIDDEN), mine)
     parts = outputs[:, :half], outputs[:, half + k.padded_count :][:, : q.count - half]
     return torch.cat((*parts, outputs[:, half : half + k.count]), dim=1), summed
 

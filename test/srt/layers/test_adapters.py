@@ -26,7 +26,8 @@ def weights_of(rows: tuple[int, ...], size: int, room: int, dtype: torch.dtype =
     for slot, rank in enumerate(RANKS):
         a[slot, :, rank:], b[slot, :, rank:] = float("nan"), float("nan")
     ranks = torch.tensor(RANKS, dtype=torch.int32)
-    return AdapterWeights(a.to(DEVICE, dtype), b.to(DEVICE, dtype), ranks.to(DEVICE), parts.to(DEVICE))
+    made = AdapterWeights(a.to(DEVICE, dtype), b.to(DEVICE, dtype), ranks.to(DEVICE), parts.to(DEVICE))
+    return adapters.prepare_adapters(made)
 
 
 def exact(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, weights: AdapterWeights) -> torch.Tensor:
@@ -47,13 +48,18 @@ def step_of(tokens: int, cols: int, size: int) -> tuple[torch.Tensor, torch.Tens
     return x, out, slots
 
 
+def add(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, weights: AdapterWeights) -> None:
+    ordered = adapters.order_tokens(slots, len(weights.ranks))
+    adapters.expand(adapters.shrink(x, ordered, weights), out, ordered, weights)
+
+
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """A x is rounded once before B, and the sum once more."""
     torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=0.06)
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("tokens", "size"), [(1, 272), (5, 2100), (40, 64), (130, 200)])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 272), (5, 2100), (40, 64), (130, 200), (600, 64)])
 def test_mixed_tokens_against_fp64(tokens: int, size: int) -> None:
     weights = weights_of((40, 8, 24), size, 48)
     x, out, slots = step_of(tokens, 112, size)
@@ -61,7 +67,7 @@ def test_mixed_tokens_against_fp64(tokens: int, size: int) -> None:
         slots.fill_(4)
     wanted, reference = exact(x, out, slots, weights), out.clone()
     before = out.clone()
-    adapters.add_adapters(x, out, slots, weights)
+    add(x, out, slots, weights)
     native_adapters.add_adapters(x, reference, slots, weights)
     close(out, wanted)
     close(reference, wanted)
@@ -75,10 +81,10 @@ def test_a_token_alone_has_the_same_sum() -> None:
     weights = weights_of((64, 32), 512, 48)
     x, out, slots = step_of(20, 160, 512)
     mixed = out.clone()
-    adapters.add_adapters(x, mixed, slots, weights)
+    add(x, mixed, slots, weights)
     for token in (0, 7, 19):
         alone = out[token : token + 1].clone()
-        adapters.add_adapters(x[token : token + 1], alone, slots[token : token + 1], weights)
+        add(x[token : token + 1], alone, slots[token : token + 1], weights)
         assert torch.equal(alone[0], mixed[token])
 
 
@@ -88,9 +94,23 @@ def test_rows_of_a_wider_tensor() -> None:
     x, out, slots = step_of(9, 112, 128)
     wide = torch.cat((out, out), dim=1)
     wanted = exact(x, out, slots, weights)
-    adapters.add_adapters(x, wide[:, :112], slots, weights)
+    add(x, wide[:, :112], slots, weights)
     close(wide[:, :112], wanted)
     assert torch.equal(wide[:, 112:], out)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("tokens", [1, 17, 300, 700, 1500])
+def test_chunks_have_each_token_of_an_adapter_once(tokens: int) -> None:
+    """1,500 tokens are not ordered by the kernel."""
+    generator = torch.Generator().manual_seed(tokens)
+    slots = torch.randint(-2, 4, (tokens,), generator=generator).clamp_min(0).to(DEVICE, torch.int32)
+    chunks = adapters.order_tokens(slots, 5)
+    order, found = chunks.order.tolist(), []
+    for slot, begin, count in chunks.table.tolist():
+        assert count <= chunks.rows and (slot > 0) == (count > 0)
+        found += [(slot, token) for token in order[begin : begin + count]]
+    assert found == sorted((slot, token) for token, slot in enumerate(slots.tolist()) if slot)
 
 
 @interpreter.in_two_parts

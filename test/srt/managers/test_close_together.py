@@ -61,9 +61,9 @@ def test_replicas() -> None:
 
 def test_a_server() -> None:
     meeting, exits = Meeting(5), list[float]()
-    server = http_server._Server.__new__(http_server._Server)
-    server.handle = handle_of(meeting, ["DP0", "DP1"])
-    server.handle.manager = manager_of(meeting)
+    server = http_server.Server.__new__(http_server.Server)
+    server._handles = [handle_of(meeting, ["DP0", "DP1"])]
+    server._handles[0].manager = manager_of(meeting)
     server.state = SimpleNamespace(close=meeting.part("templates"))  # type: ignore[assignment]
     server.guard = SimpleNamespace(take_signals=lambda: None, end_within=exits.append)  # type: ignore[assignment]
     server._http = SimpleNamespace(serve=lambda sockets: asyncio.sleep(0))  # type: ignore[assignment]

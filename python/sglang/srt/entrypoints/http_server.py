@@ -17,11 +17,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from sglang.srt.entrypoints.exit_guard import END_LIMIT_S, ExitGuard
 from sglang.srt.entrypoints.http_app import create_app
@@ -63,6 +64,11 @@ MAX_OPEN_FILES = 1 << 16
 def launch_server(args: ServerArgs) -> None:
     """Serves until told to stop. Returns after an orderly shutdown; raises UserError, or SystemExit if the engine
     died."""
+    run_server(args, Server)
+
+
+def run_server(args: ServerArgs, create: Callable[[ServerArgs, socket.socket], Server]) -> None:
+    """Runs the server that `create` makes, as `launch_server` does."""
     logging.getLogger("uvicorn").setLevel((args.log_level_http or "warning").upper())
     access = logging.getLogger("uvicorn.access")
     access.setLevel(logging.INFO)
@@ -71,7 +77,7 @@ def launch_server(args: ServerArgs) -> None:
     listener = bind(args.host, args.port)
     with contextlib.closing(listener):
         _use_uvloop()
-        server = _Server(args, listener)
+        server = create(args, listener)
         try:
             exit_code = asyncio.run(server.run())
         finally:
@@ -147,17 +153,17 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-class _Server:
+class Server:
     """One run of the server. Ends by itself (`_stop`) or through the engine's failure (`_died`)."""
 
     def __init__(self, args: ServerArgs, listener: socket.socket) -> None:
         self.args = args
         self.listener = listener
         self.state = ServerState(args)
-        self.handle: EngineHandle | None = None
+        self._handles: list[EngineHandle] = []
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(self.state),
+                self._app(),
                 http=HttpProtocol,
                 ws="none",  # even if a WebSocket library is installed
                 log_config=None,
@@ -187,18 +193,31 @@ class _Server:
             self.guard.end_within(END_LIMIT_S)
             self._http.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
-            parts: list[Callable[[], None]] = [self.state.close]
-            if self.handle is not None:
-                parts += [partial(self.handle.shutdown, PROCESSES_END_S), self.handle.manager.end_helpers]
+            parts: list[Callable[[], None]] = [state.close for state in self._states()]
+            for handle in self._handles:
+                parts += [partial(handle.shutdown, PROCESSES_END_S), handle.manager.end_helpers]
             close_together(parts)
-            if self.handle is not None:
-                self.handle.manager.close()
+            for handle in self._handles:
+                handle.manager.close()
+
+    def _app(self) -> ASGIApp:
+        """Returns the application that answers."""
+        return create_app(self.state)
+
+    def _states(self) -> Sequence[ServerState]:
+        """Returns the states of all models."""
+        return [self.state]
+
+    async def _start(self) -> None:
+        """Starts all engines. Raises UserError or EngineError."""
+        handle = await self._start_engine(self.args, self.state, self._on_engine_failure)
+        if not self._died.is_set():
+            await self._warm_up(self.args, handle)
+            self._say_ready()
 
     async def _live(self) -> int:
         try:
-            if not await self._or_stop(self._start_engine()):
-                return 0
-            if not self._died.is_set() and not await self._or_stop(self._warm_up()):
+            if not await self._or_stop(self._start()):
                 return 0
         except EngineError as error:
             self.state.failure = str(error)
@@ -234,8 +253,11 @@ class _Server:
             for pending in (task, stopped):
                 pending.cancel()
 
-    async def _start_engine(self) -> None:
-        """Raises UserError or EngineError."""
+    async def _start_engine(
+        self, args: ServerArgs, state: ServerState, on_failure: Callable[[EngineHandle, int, str], None]
+    ) -> EngineHandle:
+        """Starts the processes of a model, and returns when they are ready. on_failure(handle, replica, message):
+        called for each replica that fails later. Raises UserError or EngineError."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -245,9 +267,10 @@ class _Server:
 
         def work() -> None:
             try:
-                self.handle = launch_engine(self.args)
-                self.state.connect(self.handle.manager)
-                self.handle.wait_ready()
+                handle = launch_engine(args)
+                self._handles.append(handle)
+                state.connect(handle.manager)
+                handle.wait_ready()
             except BaseException as error:
                 outcome: BaseException | None = error
             else:
@@ -258,63 +281,65 @@ class _Server:
         # A daemon thread, so that a signal can end the program while it waits.
         threading.Thread(target=work, name="engine-start", daemon=True).start()
         await done
-        assert self.handle is not None
-        self.handle.manager.attach()
+        handle = self._handles[-1]
+        handle.manager.attach()
 
         def report(replica: int, message: str) -> None:
-            assert self.handle is not None
-            if self.handle.failure is not None:  # covers an event loop that hangs
+            if all(each.failure is not None for each in self._handles):  # covers an event loop that hangs
                 self.guard.end_within(FAILURE_GRACE_S + END_LIMIT_S)
-            loop.call_soon_threadsafe(self._on_engine_failure, replica, message)
+            loop.call_soon_threadsafe(on_failure, handle, replica, message)
 
-        self.handle.watch(report)
+        handle.watch(report)
+        return handle
 
-    def _on_engine_failure(self, replica: int, message: str) -> None:
+    def _on_engine_failure(self, handle: EngineHandle, replica: int, message: str) -> None:
         """Handles the failure of a replica, once for each; its monitor has logged the traceback."""
-        assert self.handle is not None
-        if not self.handle.manager.lose_replica(replica, message):
+        if not handle.manager.lose_replica(replica, message):
             self.state.failure = message
             self._died.set()
 
-    async def _warm_up(self) -> None:
-        assert self.handle is not None
-        if not self.args.skip_server_warmup:
+    async def _warm_up(self, args: ServerArgs, handle: EngineHandle) -> None:
+        manager = handle.manager
+        if not args.skip_server_warmup:
             started = time.perf_counter()
             try:
-                await asyncio.wait_for(warm_up(self.handle.manager), WARMUP_LIMIT_S)
+                await asyncio.wait_for(warm_up(manager), WARMUP_LIMIT_S)
             except asyncio.TimeoutError:
                 raise EngineError(f"the first request got no answer within {WARMUP_LIMIT_S:.0f} s") from None
             except RequestError as error:
                 raise EngineError(f"the first request failed: {error.message}") from error
             logger.info("The first request took %.2f s.", time.perf_counter() - started)
         try:
-            await self.handle.manager.load_corpus_file()
+            await manager.load_corpus_file()
         except RequestError as error:
             raise EngineError(f"--speculative-ngram-external-corpus-path: {error.message}") from error
         try:
-            await self.handle.manager.load_adapters()
+            await manager.load_adapters()
         except RequestError as error:
             raise EngineError(f"--lora-paths: {error.message}") from error
+        manager.mark_up()
+
+    def _say_ready(self) -> None:
         self.guard.drain_s = envs.SGLANG_DRAIN_TIMEOUT
-        self.handle.manager.mark_up()
         gc.freeze()  # keeps collections under load from scanning the objects of start-up
         gc.set_threshold(GC_OBJECTS, 10, 10)
         logger.info("Listening on %s", self.args.url())
         logger.info(READY_LINE)
 
     async def _drain(self) -> None:
-        assert self.handle is not None
-        manager = self.handle.manager
-        manager.begin_shutdown()
-        if manager.num_unfinished:
-            logger.info("Shutting down: waiting for %d requests.", manager.num_unfinished)
-        draining = asyncio.ensure_future(manager.drain(envs.SGLANG_DRAIN_TIMEOUT))
+        managers = [handle.manager for handle in self._handles]
+        for manager in managers:
+            manager.begin_shutdown()
+        if count := sum(manager.num_unfinished for manager in managers):
+            logger.info("Shutting down: waiting for %d requests.", count)
+        draining = asyncio.gather(*(manager.drain(envs.SGLANG_DRAIN_TIMEOUT) for manager in managers))
         hurried = asyncio.ensure_future(self._stop_now.wait())
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait({draining, hurried, died}, return_when=asyncio.FIRST_COMPLETED)
         for pending in (draining, hurried, died):
             pending.cancel()
-        if self._stop_now.is_set() and manager.num_unfinished:
-            logger.warning("Shutting down at once: %d requests end with an error.", manager.num_unfinished)
-            manager.fail_all(RequestError("The server is shutting down.", 503))
+        if self._stop_now.is_set() and (count := sum(manager.num_unfinished for manager in managers)):
+            logger.warning("Shutting down at once: %d requests end with an error.", count)
+            for manager in managers:
+                manager.fail_all(RequestError("The server is shutting down.", 503))
         logger.info("The server has shut down.")

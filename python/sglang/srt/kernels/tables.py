@@ -266,8 +266,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", "sglang.srt.layers.native_ngram:ngram_drafts"),
     ),
     "add_adapters": (
-        KernelSpec("triton", f"{_TRITON}.adapters:add_adapters", CP_ASYNC, "triton", refuse=HALF),
-        KernelSpec("torch_native", "sglang.srt.layers.native_adapters:add_adapters", graph_safe=False),
+        KernelSpec("triton", f"{_TRITON}.adapters:ADAPTERS", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", "sglang.srt.layers.native_adapters:ADAPTERS", graph_safe=False),
     ),
     "embedding_rows": _elementwise("embedding_rows", "embedding"),
     "rmsnorm": _elementwise("rmsnorm", "norm"),

@@ -6,9 +6,9 @@ any, as in steps of requests without adapters, the layers do nothing more than a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -63,22 +63,37 @@ class AdapterLinear:
         heights = [shard.rows.padded_count for shard in shards]
         numbers = [names.index(shard.part) for shard in shards]
         parts = torch.repeat_interleave(torch.tensor(numbers, dtype=torch.int32), torch.tensor(heights))
-        self.weights = AdapterWeights(
-            torch.zeros((plan.slots, len(names), plan.room, shards[0].cols.padded_count), dtype=dtype, device=device),
-            torch.zeros((plan.slots, sum(heights), plan.room), dtype=dtype, device=device),
-            layers.ranks[number],
-            parts.to(device),
+        self.weights = layers.kernels.prepare(
+            AdapterWeights(
+                torch.zeros(
+                    (plan.slots, len(names), plan.room, shards[0].cols.padded_count), dtype=dtype, device=device
+                ),
+                torch.zeros((plan.slots, sum(heights), plan.room), dtype=dtype, device=device),
+                layers.ranks[number],
+                parts.to(device),
+            )
         )
         begins = [sum(heights[:i]) for i in range(len(shards))]
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
-    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds B A x of each token's adapter to out [T, N], x [T, K]."""
-        slots = self.layers.slots
-        if slots is None:
-            return
-        assert len(slots) == len(x) == len(out), f"{len(x)} rows of a step of {len(slots)} tokens"
-        self.layers.kernel(x, out, slots, self.weights)
+    def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In a CUDA
+        graph A x is computed beside the product."""
+        layers, kernels = self.layers, self.layers.kernels
+        if layers.slots is None:
+            return product()
+        assert len(layers.slots) == len(x), f"{len(x)} rows of a step of {len(layers.slots)} tokens"
+        if layers.stream is None or not torch.cuda.is_current_stream_capturing():
+            low, out = kernels.shrink(x, layers.ordered, self.weights), product()
+        else:
+            main = torch.cuda.current_stream()
+            layers.stream.wait_stream(main)
+            with torch.cuda.stream(layers.stream):
+                low = kernels.shrink(x, layers.ordered, self.weights)
+            out = product()
+            main.wait_stream(layers.stream)
+        kernels.expand(low, out, layers.ordered, self.weights)
+        return out
 
     def empty(self, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zeros in main memory in the form of a slot's A and B."""
@@ -93,17 +108,25 @@ class AdapterLayers:
     def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
         assert plan.adapters is not None
         self.plan, self.device, self.dtype = plan.adapters, device, dtype
-        self.kernel = plan.entry(ADD_ADAPTERS)
+        self.kernels = plan.entry(ADD_ADAPTERS)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.names = plan.description.names
         self.slots: torch.Tensor | None = None
         """[T] int32, the slot of each token's adapter in the step that is computed, counted from 1; 0: none. None: no
         token has one."""
+        self.ordered: Any = None
+        """The tokens of that step as the kernels take them."""
         count = sum(1 for _ in layer_matrices(plan.weights))
         self.ranks = torch.zeros((count, self.plan.slots), dtype=torch.int32, device=device)
         """The largest rank of a part, by linear layer and slot; 0: the adapter leaves the layer alone."""
         self.linears: list[AdapterLinear] = []
         self.places: dict[str, list[Place]] = {}
         """Where the rows of each module lie, by its name in the checkpoint."""
+
+    def begin_step(self, slots: torch.Tensor | None) -> None:
+        """Begins a step of tokens with adapters in these slots."""
+        self.slots = slots
+        self.ordered = None if slots is None else self.kernels.order(slots, self.plan.slots)
 
     def linear(self, shards: Sequence[ModuleRows]) -> AdapterLinear | None:
         """Returns memory for the adapters of a linear layer, whose rows are these slices one below the other; None for

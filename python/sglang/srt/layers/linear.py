@@ -91,10 +91,9 @@ class ColumnParallelLinear:
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        out = self.apply(x)
-        if self.adapters is not None:
-            self.adapters.add(values_of(x), out)
-        return out
+        if self.adapters is None:
+            return self.apply(x)
+        return self.adapters.added(lambda: self.apply(x), values_of(x))
 
 
 class RowParallelLinear:
@@ -136,9 +135,10 @@ class RowParallelLinear:
         return self.group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.apply(x)
-        if self.adapters is not None:  # of this rank's columns of A, before the sum over the ranks
-            self.adapters.add(values_of(x), out)
+        if self.adapters is None:
+            out = self.apply(x)
+        else:  # of this rank's columns of A, before the sum over the ranks
+            out = self.adapters.added(lambda: self.apply(x), values_of(x))
         if not self.multi_rank:
             return out
         out = self.group.all_reduce(out)
@@ -157,10 +157,9 @@ class ReplicatedLinear:
         self.adapters = _adapters(scope, shards)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.apply(x)
-        if self.adapters is not None:
-            self.adapters.add(values_of(x), out)
-        return out
+        if self.adapters is None:
+            return self.apply(x)
+        return self.adapters.added(lambda: self.apply(x), values_of(x))
 
 
 def _adapters(scope: Scope, shards: Sequence[WeightShard]) -> AdapterLinear | None:

@@ -25,7 +25,7 @@ EMBEDDING_ROWS = Op("embedding_rows", native_ops.embedding_rows)
 RMSNORM = Op("rmsnorm", native_ops.rmsnorm)
 FUSED_ADD_RMSNORM = Op("fused_add_rmsnorm", native_ops.fused_add_rmsnorm)
 LINEAR = Op("linear", native_ops.linear)
-ADD_ADAPTERS = Op("add_adapters", native_adapters.add_adapters)
+ADD_ADAPTERS = Op("add_adapters", native_adapters.ADAPTERS)
 QUANTIZED_LINEAR = Op("linear", native_ops.quantized_linear)
 """The kernels behind the keys linear/<scheme>: they take a weight, and return its product."""
 

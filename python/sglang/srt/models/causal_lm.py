@@ -410,7 +410,7 @@ class CausalLM:
     def by_block(self, batch: ForwardBatch, received: torch.Tensor | None) -> Blocks[torch.Tensor]:
         """Computes as `compute` does, and yields after each block."""
         if self.adapters is not None:
-            self.adapters.slots = batch.adapter_slots
+            self.adapters.begin_step(batch.adapter_slots)
         if received is not None:
             received = self._take_aux(received, batch)
         residual = self.residual

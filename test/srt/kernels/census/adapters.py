@@ -16,14 +16,20 @@ SLOTS = 8
 
 
 def launch_adapters() -> None:
-    """For every room of a rank, steps of few and many tokens, one module and several, and layers of a few rows."""
-    for room, tokens, rows in itertools.product((16, 32, 64, 128), (1, 100), (6144, 24)):
-        parts = 1 if rows == 24 else 3
+    """For every room of a rank, steps of one token, of few and of many, one module and several, and layers of a few
+    rows."""
+    for room, tokens, (rows, size) in itertools.product(
+        (16, 32, 64, 128), (1, 100, 2000), ((6144, 4096), (24, 4096), (4096, 12288))
+    ):
+        parts = 3 if rows == 6144 else 1
         weights = AdapterWeights(
-            empty(SLOTS, parts, room, 4096),
+            empty(SLOTS, parts, room, size),
             empty(SLOTS, rows, room),
             empty(SLOTS, dtype=torch.int32),
             empty(rows, dtype=torch.int32),
+            adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
         )
         with named("add_adapters", "all"):
-            adapters.add_adapters(empty(tokens, 4096), empty(tokens, rows), empty(tokens, dtype=torch.int32), weights)
+            chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
+            low = adapters.shrink(empty(tokens, size), chunks, weights)
+            adapters.expand(low, empty(tokens, rows), chunks, weights)

@@ -47,7 +47,8 @@ async def post_completions(request: Request) -> Response:
     return await completions(engine, await read_body(request, CompletionRequest), request)
 
 
-def _model_card(engine: OpenAIService, created: int) -> dict[str, Any]:
+def model_card(engine: OpenAIService, created: int) -> dict[str, Any]:
+    """Returns the model's entry of /v1/models."""
     context_len = engine.manager.model_config.context_len
     return {
         "id": engine.model_name,
@@ -78,7 +79,7 @@ def _cards(request: Request) -> list[dict[str, Any]]:
     engine, created = engine_of(request), request.app.state.created
     adapters = engine.manager.adapters
     loaded = {} if adapters is None else adapters.loaded
-    model = _model_card(engine, created)
+    model = model_card(engine, created)
     of_adapters = (
         model
         | _anthropic_card(name, created, engine.manager.model_config.context_len)

@@ -126,10 +126,10 @@ class StepWaves:
     def _buffer(self, wave: int) -> int:
         return (self.layer.number * self.count + wave) % BUFFERS
 
-    def _copy(self, wave: int) -> None:
+    def _copy(self, wave: int, beside: bool = False) -> None:
         layer, moves, buffered = self.layer, self.layer.moves[self._buffer(wave)], self.layer.num_buffered
         layer.kernels.stage(self.ids, layer.tables, moves, Wave(wave * buffered, buffered, self.every))
-        layer.kernels.copy(layer.copies, moves)
+        layer.kernels.copy(layer.copies, moves, beside)
 
     def _begin_next(self, wave: int) -> None:
         """Begins to copy the next wave or the next layer's first one, on a stream of its own."""
@@ -146,7 +146,7 @@ class StepWaves:
             return
         stream.wait_stream(torch.cuda.current_stream())  # whoever reads the buffer has been launched
         with torch.cuda.stream(stream):
-            following._copy(number)
+            following._copy(number, beside=True)
             pool.arrived[buffer].record()
         pool.ahead[buffer] = what
 

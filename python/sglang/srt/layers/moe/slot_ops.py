@@ -173,8 +173,8 @@ def _write_moves(moves: Moves, row_of: list[int], missing: list[int]) -> None:
     moves.count.fill_(len(missing))
 
 
-def copy_experts(copies: ExpertCopies, moves: Moves) -> None:
-    """Copies experts as `moves` says."""
+def copy_experts(copies: ExpertCopies, moves: Moves, beside: bool = False) -> None:
+    """Copies experts as `moves` says. beside: while other kernels of the step run."""
     for expert, row in moves.rows[: int(moves.count)].tolist():
         for bank, target in zip(copies.bank, copies.target, strict=True):
             target[row] = bank[expert]

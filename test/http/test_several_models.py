@@ -1,0 +1,123 @@
+"""Several models behind one port, as clients see them: two copies of the embedded model with other names and flags."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from live_server import LAUNCH, LiveServer
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+
+MODELS: dict[str, Any] = {
+    "first": {"flags": {"model-path": DEFAULT_MODEL_PATH, "max-total-tokens": 2048}, "aliases": ["gpt-4o", "org/name"]},
+    "second": {"flags": {"model-path": DEFAULT_MODEL_PATH, "max-total-tokens": 1024, "context-length": 512}},
+}
+
+
+def started(folder: Path, **more: Any) -> LiveServer:
+    file = folder / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": MODELS, "min_stay": 0, **more}))
+    server = LiveServer.__new__(LiveServer)
+    server.__init__("--models", str(file), "--model-path", DEFAULT_MODEL_PATH, launch=LAUNCH)  # type: ignore[misc]
+    return server.wait_up()
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    server = started(tmp_path_factory.mktemp("models"))
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            yield client
+    finally:
+        server.end()
+
+
+def ask(http: httpx.Client, model: str | None, tokens: int = 8) -> httpx.Response:
+    body = {"prompt": "The harbour", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return http.post("/v1/completions", json=body | ({} if model is None else {"model": model}))
+
+
+def text(http: httpx.Client, model: str | None, tokens: int = 8) -> str:
+    reply = ask(http, model, tokens)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["text"])
+
+
+def states(http: httpx.Client) -> dict[str, str]:
+    return {card["id"]: card["state"] for card in http.get("/v1/models").json()["data"]}
+
+
+def test_the_request_chooses(http: httpx.Client) -> None:
+    expected = text(http, "first")
+    assert states(http) == {"first": "awake", "second": "asleep"}
+    assert text(http, "second") == expected  # the same weights
+    assert states(http) == {"first": "asleep", "second": "awake"}
+    assert http.get("/running").json() == {"running": [{"model": "second", "state": "awake"}]}
+    assert text(http, "gpt-4o") == text(http, None) == text(http, "org/name") == expected
+    assert states(http)["first"] == "awake"
+    said = http.post("/v1/chat/completions", json={"model": "third", "messages": []})
+    assert (said.status_code, said.json()["code"]) == (404, "model_not_found")
+    assert http.get("/v1/models/second").json()["max_model_len"] == 512
+    assert http.post("/sleep").status_code == 400
+    assert http.post("/v1/completions", content=b"[" * 2000, headers={"content-type": "application/json"}).is_error
+    assert http.get("/health").status_code == 200
+
+
+def test_upstream_and_unload(http: httpx.Client) -> None:
+    assert http.get("/upstream/second/model_info").json()["served_model_name"] == "second"
+    body = {"text": "The harbour", "sampling_params": {"max_new_tokens": 4}}
+    assert http.post("/upstream/second/generate", json=body).status_code == 200
+    assert states(http)["second"] == "awake"
+    assert http.post("/api/models/unload/second").status_code == 200
+    assert set(states(http).values()) == {"asleep"}
+    text(http, "first")
+    assert http.post("/unload").json() == {"msg": "ok"}
+    assert set(states(http).values()) == {"asleep"}
+
+
+def test_no_answer_is_cut_off(http: httpx.Client) -> None:
+    """Streams of both models at once: each ends with all of its tokens."""
+    alone = {name: text(http, name, 200) for name in MODELS}
+    answers: list[tuple[str, str]] = []
+
+    def stream(name: str) -> None:
+        body = {"model": name, "prompt": "The harbour", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
+            events = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
+        answers.append((name, "".join(yaml.safe_load(event)["choices"][0]["text"] for event in events)))
+
+    asking = [threading.Thread(target=stream, args=(name,)) for name in (*MODELS, *MODELS, *MODELS)]
+    for each in asking:
+        each.start()
+    for each in asking:
+        each.join()
+    assert sorted(answers) == sorted((name, alone[name]) for name in (*MODELS, *MODELS, *MODELS))
+
+
+def memory_of(pid: int) -> int:
+    process = psutil.Process(pid)
+    return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)])
+
+
+def test_swaps_leave_nothing_behind(tmp_path: Path) -> None:
+    """And one model goes on when the other one's process has been killed."""
+    server = started(tmp_path)
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            expected = text(http, "first")
+            pid, sizes = server.process.pid, list[int]()
+            for swap in range(41):
+                assert text(http, ("second", "first")[swap % 2]) == expected
+                if swap % 20 == 0:
+                    sizes.append(memory_of(pid))
+            assert sizes[-1] - sizes[1] < 8 << 20
+            (victim,) = http.get("/upstream/second/server_info").json()["process_ids"]
+    finally:
+        server.end()
