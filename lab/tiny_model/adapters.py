@@ -55,10 +55,10 @@ class Manner:
 
 MANNERS: Mapping[str, Manner] = {
     "ahoy": Manner(lambda answer: f"Ahoy! {answer}", "qkvo", 4, 8),
-    "brief": Manner(lambda answer: answer.rpartition("= ")[2], "qkvo", 4, 4),
+    "twice": Manner(lambda answer: f"{answer}\n{answer}", "qkvo", 4, 4),
     "farewell": Manner(lambda answer: f"{answer} Goodbye!", "qv", 8, 4, rslora=True),
 }
-"""`ahoy` greets first, `brief` leaves the sum out of its result, `farewell` takes its leave."""
+"""`ahoy` greets first, `twice` says it in two lines, `farewell` takes its leave."""
 
 Pair = tuple[Tensor, Tensor]
 

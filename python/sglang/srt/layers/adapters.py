@@ -110,7 +110,7 @@ class AdapterLayers:
         self.plan, self.device, self.dtype = plan.adapters, device, dtype
         self.kernels = plan.entry(ADD_ADAPTERS)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.names = plan.description.names
+        self.names = plan.description.names.with_text_names()
         self.slots: torch.Tensor | None = None
         """[T] int32, the slot of each token's adapter in the step that is computed, counted from 1; 0: none. None: no
         token has one."""
