@@ -96,22 +96,50 @@ def test_every_way_to_name_an_adapter(http: httpx.Client) -> None:
     assert [one["text"] for one in both] == [a, base, b]
 
 
-def test_other_apis_know_adapters_by_their_names(http: httpx.Client) -> None:
-    def said(path: str, model: str) -> str:
-        question = [{"role": "user", "content": "Hello"}]
-        if path == "/v1/messages":
-            answer = http.post(path, json={"model": model, "messages": question, "max_tokens": 8, "temperature": 0})
-            text = "".join(part.get("text", "") for part in answer.json()["content"])
-        else:
-            body = {"model": model, "input": "Hello", "max_output_tokens": 8, "temperature": 0}
-            answer = http.post(path, json=body)
-            text = "".join(c["text"] for out in answer.json()["output"] for c in out.get("content", ()) if "text" in c)
-        assert answer.status_code == 200 and text, answer.text
-        return text
+def ask(http: httpx.Client, path: str, model: str | None, **more: Any) -> httpx.Response:
+    """A question of the kind that an API has, at temperature 0."""
+    question, limits = [{"role": "user", "content": "Hello"}], {"max_tokens": 8, "temperature": 0}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": question, **limits},
+        "/v1/completions": {"prompt": "Hello", **limits},
+        "/v1/messages": {"messages": question, **limits},
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 8, "temperature": 0},
+        "/api/chat": {"messages": question, "stream": False, "options": {"num_predict": 8, "temperature": 0}},
+        "/api/generate": {"prompt": "Hello", "stream": False, "options": {"num_predict": 8, "temperature": 0}},
+    }
+    return http.post(path, json={**bodies[path], **({} if model is None else {"model": model}), **more})
 
-    for path in ("/v1/messages", "/v1/responses"):
-        base, a = said(path, "tiny"), said(path, "a")
-        assert a == said(path, "tiny:a") != base == said(path, "claude-x"), path
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"]
+)
+def test_one_rule_for_names(http: httpx.Client, path: str) -> None:
+    """Every API knows adapters by the same names, and refuses names that it does not know."""
+
+    def said(model: str | None, **more: Any) -> str:
+        answer = ask(http, path, model, **more)
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        parts = [body.get("content"), *(out.get("content") for out in body.get("output", ()))]
+        texts = [part["text"] for content in parts if isinstance(content, list) for part in content if "text" in part]
+        for choice in body.get("choices", ()):
+            texts.append(choice["text"] if "text" in choice else choice["message"]["content"])
+        texts += [
+            body[key] if key == "response" else body[key]["content"] for key in ("response", "message") if key in body
+        ]
+        assert any(texts), body
+        return "".join(texts)
+
+    base, a = said("tiny"), said("a")
+    assert a == said("tiny:a") == said("other:a") != base == said(None)
+    if path == "/api/generate":
+        assert said("a", raw=True) != said("tiny", raw=True)
+    for unknown in ("tiny:nobody", "nobody", "claude-x", "a:latest"):
+        refused = ask(http, path, unknown)
+        assert refused.status_code == 404 and "does not exist" in refused.text, refused.text
+    if path.startswith("/api/"):
+        assert http.post(path, json={"model": "nobody"}).status_code == 404  # which would load it
+        assert [model["name"] for model in http.get("/api/tags").json()["models"]] == ["tiny", "a", "org:b"]
 
 
 def test_chat_and_models(served: LiveServer) -> None:
