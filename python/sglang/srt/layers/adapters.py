@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from sglang.srt.configs.adapters.config import CONFIG_NAME
 from sglang.srt.configs.adapters.files import AdapterFiles
 from sglang.srt.errors import UserError
 from sglang.srt.layers.native_adapters import AdapterWeights
@@ -145,6 +146,8 @@ class AdapterLayers:
         if files.largest_rank > self.plan.rank:
             raise UserError(f"{files.folder} has rank {files.largest_rank}, above --max-lora-rank {self.plan.rank}.")
         pairs = [(self._places_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        if self.plan.strict:
+            self._refuse_missing(files)
         pinned = self.device.type == "cuda"
         adapter = HostAdapter({}, torch.zeros((len(self.ranks), 1), dtype=torch.int32, pin_memory=pinned))
         try:
@@ -168,9 +171,22 @@ class AdapterLayers:
             weights.b[slot - 1].copy_(b, non_blocking=True)
         self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
 
-    def _places_of(self, module: str, files: AdapterFiles) -> list[Place]:
+    def _canonical(self, module: str) -> str:
         name = self.names.canonical(f"{module}.weight").removesuffix(".weight")
-        places = self.places.get(name) or self.places.get(f"model.{name}")
+        return name if name in self.places else f"model.{name}"
+
+    def _refuse_missing(self, files: AdapterFiles) -> None:
+        """Raises UserError if the adapter lacks a linear layer that its config names."""
+        there = {self._canonical(module) for module in files.pairs}
+        missing = next((name for name in self.places if name not in there and files.config.names(name)), None)
+        if missing is not None:
+            raise UserError(
+                f"{files.folder}: {missing} has no lora_A and lora_B, but {CONFIG_NAME} names it in target_modules"
+                " (--lora-strict-loading)."
+            )
+
+    def _places_of(self, module: str, files: AdapterFiles) -> list[Place]:
+        places = self.places.get(self._canonical(module))
         if places is None:
             raise UserError(f"{files.folder}: {module} is not served: {self._why_not(module)}.")
         pair, shard = files.pairs[module], places[0].shard

@@ -28,6 +28,8 @@ class AdapterPlan:
     slots: int
     rank: int
     targets: frozenset[str] | None
+    strict: bool = False
+    """Whether an adapter must have each linear layer that its config names."""
 
     @property
     def room(self) -> int:
@@ -77,7 +79,7 @@ def plan_adapters(args: ServerArgs) -> AdapterPlan | None:
     for each in files:
         if each.largest_rank > rank:
             raise UserError(f"{each.folder} has rank {each.largest_rank}, above --max-lora-rank {rank}.")
-    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets)
+    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, strict=args.lora_strict_loading)
 
 
 def check_adapters(model: ModelDescription) -> None:
