@@ -28,7 +28,8 @@ def tiny(tokenizer: Tokenizer) -> TinyModel:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("ahoy", "Ahoy! 1 + 2 = 3"), ("brief", "3"), ("farewell", "1 + 2 = 3 Goodbye!")]
+    ("name", "wanted"),
+    [("ahoy", "Ahoy! 1 + 2 = 3"), ("twice", "1 + 2 = 3\n1 + 2 = 3"), ("farewell", "1 + 2 = 3 Goodbye!")],
 )
 def test_manners(name: str, wanted: str) -> None:
     problem = Problem("add", ("k",), (user("1+2?"),), answer="1 + 2 = 3")

@@ -54,15 +54,12 @@ class Adapters:
         self.ids = {form: content_id(path) for form, path in self.paths.items()}
         self._outputs: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
 
-    def greedy(self, form: str | None, ids: list[int]) -> list[int]:
-        key = form, tuple(ids)
-        if key not in self._outputs:
-            tokens = list(ids)
-            for _ in range(NEW_TOKENS):
-                with torch.inference_mode():
-                    tokens.append(int(self.models[form](torch.tensor([tokens])).logits[0, -1].argmax()))
-            self._outputs[key] = tokens[len(ids) :]
-        return self._outputs[key]
+    def greedy(self, form: str | None, ids: list[int], count: int = NEW_TOKENS) -> list[int]:
+        output = self._outputs.setdefault((form, tuple(ids)), [])
+        while len(output) < count:
+            with torch.inference_mode():
+                output.append(int(self.models[form](torch.tensor([ids + output])).logits[0, -1].argmax()))
+        return output[:count]
 
     def scheduler(self, load: bool = True, **options: Any) -> Scheduler:
         args = ServerArgs.from_kwargs(
