@@ -1,4 +1,4 @@
-"""Random schedules of requests with twelve LoRA adapters and without any, of which three lie on the device and five in
+"""Random schedules of requests with twelve LoRA adapters and without any, of which two lie on the device and five in
 main memory. They come through the front's adapters, several of one prompt at once, are aborted, sent back to the queue
 and resumed; prefixes and adapters are evicted and read again, adapters unloaded and loaded while requests run, and
 clients leave while an adapter is read. Each gets the tokens of transformers with its adapter merged into the weights.
@@ -30,12 +30,12 @@ from srt.managers.test_random_schedules import OUTPUT, REQUESTS, Schedule, World
 TWELVE: dict[str, dict[str, Any]] = FORMS | {
     f"rank {rank}": {"rank": rank, "names": LINEAR[:4]} for rank in range(2, 7)
 }
-COUNTS = (3, 9)
+COUNTS = (3, 24)
 """Tokens of an answer."""
 PATIENCE = 30
 """Turns of the event loop behind which a call waits for requests to end."""
 LORA = {
-    "enable_lora": True, "max_lora_rank": 64, "max_loras_per_batch": 3, "max_loaded_loras": 5,
+    "enable_lora": True, "max_lora_rank": 64, "max_loras_per_batch": 2, "max_loaded_loras": 5,
     "lora_drain_wait_threshold": 1e-9,
 }  # fmt: skip
 
@@ -142,7 +142,7 @@ class AdapterSchedule(Schedule):
     def step(self) -> None:
         super().step()
         self.advance()
-        if self.random.random() < 0.2:
+        if self.random.random() < 0.06:
             form = self.random.choice([*TWELVE])
             self.wait(self.front.unload(form))
             self.wait(self.load(form))
@@ -192,17 +192,18 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
     "host tier": {**FEATURES["host cache"].flags, "hicache_write_policy": "write_through"},
 }
-SEEN = ("aborted", "retracted", "resumed", "evicted", "unload_adapter", "left", "drained")
+SEEN = ("aborted", "resumed", "evicted", "unload_adapter", "left", "drained")
 
 
+@pytest.mark.parametrize("seeds", [10, pytest.param(100, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", CASES)
-def test_each_gets_the_tokens_of_its_adapter(world: AdapterWorld, case: str) -> None:
+def test_each_gets_the_tokens_of_its_adapter(world: AdapterWorld, case: str, seeds: int) -> None:
     world.options, seen = {**LORA, **CASES[case]}, Counter[str]()
     world.runners.clear()
-    for seed in range(6):
+    for seed in range(seeds):
         schedule = (HostAdapterSchedule if case == "host tier" else AdapterSchedule)(world, seed)
         schedule.run()
         seen += schedule.seen
-    lacking = [what for what in (*SEEN, *(("saved",) if case == "host tier" else ())) if not seen[what]]
+    lacking = [what for what in (*SEEN, "saved" if case == "host tier" else "retracted") if not seen[what]]
     assert not lacking, seen
-    assert seen["read_adapter"] > 2 * seen["load_adapter"] / 3 and seen["read_adapter"] > 100, seen
+    assert seen["read_adapter"] > (len(TWELVE) + 1) * seeds, seen  # they were read again
