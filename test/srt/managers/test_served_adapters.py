@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +16,26 @@ import torch
 from sglang.srt.managers.front.adapters import ServedAdapters
 from sglang.srt.managers.front.control_calls import Undo
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.wire.io_struct import ControlReply
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.wire.io_struct import ControlReply, ControlReq
 from sglang.srt.server_args import ServerArgs
 
 
 class Schedulers:
-    """Notes what the front asks for."""
+    """Notes what the front asks for. `failure`: as a replica has it that ends."""
+
+    failure: str | None = None
+    index = 0
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.loaded: set[str] = set()
         self.most = 0
         self.refuses = ""
+
+    def ask(self, message: ControlReq) -> asyncio.Future[ControlReply]:
+        """As a replica."""
+        return asyncio.ensure_future(self.control(message.kind, message.args, 1.0, None))
 
     async def control(self, kind: str, args: dict[str, Any], timeout: float, undo: Undo | None) -> ControlReply:
         await asyncio.sleep(0)
@@ -36,7 +46,7 @@ class Schedulers:
         if kind == "load_adapter":
             self.loaded.add(adapter)
         elif kind == "unload_adapter":
-            self.loaded.remove(adapter)
+            self.loaded.discard(adapter)
         self.most = max(self.most, len(self.loaded))
         return ControlReply("")
 
@@ -160,5 +170,32 @@ def test_a_refusal_changes_nothing(tmp_path: Path, refuses: str) -> None:
                 await attempt
         assert {name: each.id for name, each in front.adapters.loaded.items()} == {"a0": first}
         assert sorted(tmp_path.iterdir()) == before and front.schedulers.loaded == {first}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("refuses", ["read_adapter", "load_adapter"])
+def test_a_failure_at_one_replica_is_undone_at_the_other(tmp_path: Path, refuses: str) -> None:
+    """With the tokenizer manager's own control calls. What a replica has read alone is forgotten, too."""
+
+    async def run() -> None:
+        front = Front(tmp_path, max_loaded_loras=None)
+        replicas = [front.schedulers, Schedulers()]
+        replicas[1].index = 1
+        manager = SimpleNamespace(replicas=replicas, _asked=lambda: replicas)
+        control: Any = partial(TokenizerManager.control, manager)
+        front.adapters._control = control
+        first = await front.load(0)
+        for failing, other in (replicas, replicas[::-1]):
+            failing.refuses = refuses
+            before = len(other.calls)
+            with pytest.raises(RequestError, match=f"Replica {failing.index}: refused"):
+                await front.load(1)
+            calls = other.calls[before:]
+            assert calls[-1][0] == "unload_adapter" and calls[-1][1] != first
+            assert failing.loaded == other.loaded == {first} and [*front.adapters.loaded] == ["a0"]
+            failing.refuses = ""
+        second = await front.load(1)
+        assert all(replica.loaded == {first, second} for replica in replicas)
 
     asyncio.run(run())

@@ -197,10 +197,10 @@ class ServedAdapters:
         is_new = adapter.id not in self._in_memory
         if is_new:
             await self._make_room()
-        await self._ask("read_adapter", {**here, "path": str(Path(adapter.path).expanduser())})
+        undo = Undo("unload_adapter", here) if is_new else None
+        await self._ask("read_adapter", {**here, "path": str(Path(adapter.path).expanduser())}, undo)
         while not (await self._control("adapter_read", here, CALL_LIMIT_S, None)).ok:
             await asyncio.sleep(POLL_S)
-        undo = Undo("unload_adapter", here) if is_new else None
         await self._ask("load_adapter", {**here, "pinned": adapter.pinned}, undo)
         self._in_memory[adapter.id] = self._in_memory.pop(adapter.id, False) or adapter.pinned
 
@@ -259,7 +259,7 @@ class ServedAdapters:
     async def _ask(self, kind: str, args: dict[str, Any], undo: Undo | None = None) -> None:
         reply = await self._control(kind, args, CALL_LIMIT_S, undo)
         if not reply.ok:
-            raise RequestError(reply.message)
+            raise RequestError(reply.message, reply.data.get("status", 400))
 
 
 def _write(folder: Path, config: Mapping[str, Any], weights: bytes) -> None:

@@ -138,8 +138,13 @@ class AdapterTable:
         return ""
 
     def unload(self, adapter_id: str) -> None:
-        """Forgets an adapter that no request has."""
+        """Forgets an adapter that no request has, also one that is being read."""
         self._loaded.pop(adapter_id, None)
+        self.forget_reading(adapter_id)
+
+    def forget_reading(self, adapter_id: str) -> None:
+        """Forgets what was read of an adapter, or is being read."""
+        self._reading.pop(adapter_id, None)
 
     def _num_pinned(self) -> int:
         return sum(loaded.pinned for loaded in self._loaded.values())

@@ -366,7 +366,8 @@ class SchedulerProcess:
 
     def _load_adapter(self, msg: ControlReq) -> ControlReply:
         if self.state.asleep:
-            return ControlReply(msg.id, False, self.state.problem)
+            self._adapters().forget_reading(msg.args["adapter"])
+            return ControlReply(msg.id, False, self.state.problem, {"status": 503})
         problem = self._adapters().end(msg.args["adapter"], msg.args["pinned"])
         return ControlReply(msg.id, not problem, problem)
 
