@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,19 @@ def write_adapter(
     rename: Callable[[str], str] = lambda name: f"base_model.model.{name}",
     strength: float = 2.0,
     dtype: torch.dtype = torch.float32,
+    modules: Collection[str] | None = None,
     **config: Any,
 ) -> PreTrainedModel:
-    """Writes an adapter, and returns the model with it merged. ranks, alphas: of modules, by the end of their names."""
+    """Writes an adapter, and returns the model with it merged. ranks, alphas: of modules, by the end of their names;
+    modules: the whole names of those that it changes, None: all with these last names."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(names), "bias": "none"}
     values |= {"rank_pattern": ranks or {}, "alpha_pattern": alphas or {}} | config
     merged, tensors = copy.deepcopy(model), {}
     for name, module in modules_of(merged, names).items():
+        if modules is not None and name not in modules:
+            continue
         number = next((int(part) for part in name.split(".") if part.isdigit()), -1)
         if values.get("layers_to_transform") and number not in values["layers_to_transform"]:
             continue
@@ -60,4 +64,69 @@ def write_adapter(
         tensors |= {f"{rename(name)}.lora_A.weight": a, f"{rename(name)}.lora_B.weight": b}
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(values))
+    return merged
+
+
+EXPERT_LAYOUTS = ("each", "flat", "exchanged", "stacked", "outer")
+
+
+def write_expert_adapter(
+    folder: Path,
+    model: PreTrainedModel,
+    seed: int,
+    layout: str,
+    rank: int = 4,
+    columns: bool = False,
+    alternating: bool = False,
+    strength: float = 2.0,
+    names: Sequence[str] = ("gate_up_proj", "down_proj"),
+    **config: Any,
+) -> PreTrainedModel:
+    """Writes an adapter of all experts of a model of transformers, and returns the model with it merged.
+
+    layout: "each" expert has tensors of its own; "flat" as PEFT writes parameters; "exchanged" as older versions of it;
+    "stacked" has a dimension of experts; "outer" likewise, with one A of gate and up and one B of down. columns: the
+    parameters are [E, in, out]; alternating: gate and up alternate in them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, merged, tensors = torch.Generator().manual_seed(seed), copy.deepcopy(model), {}
+    each = ["gate_proj", "up_proj", "down_proj"] if layout == "each" else []
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": each}
+    values["target_parameters"] = [f"experts.{name}" for name in names]
+    for module_name, module in merged.named_modules():
+        if not module_name.endswith(".experts"):
+            continue
+        at = f"base_model.model.{module_name}"
+        for name in names:
+            weight = getattr(module, name)
+            experts, outputs, inputs = (weight.transpose(1, 2) if columns else weight).shape
+            a = torch.randn(experts, rank, inputs, generator=generator) * inputs**-0.5
+            b = torch.randn(experts, outputs, rank, generator=generator) * (strength * 0.05 / math.sqrt(rank))
+            if layout == "outer" and name == "gate_up_proj":
+                a = a[:1].expand_as(a)
+            elif layout == "outer":
+                b = b[:1].expand_as(b)
+            delta = 2.0 * (b @ a)
+            with torch.no_grad():
+                weight += delta.transpose(1, 2) if columns else delta
+            gate_up = name == "gate_up_proj"
+            if layout == "each":
+                halves = (b[:, ::2], b[:, 1::2]) if alternating else b.chunk(2, dim=1)
+                parts = zip(("gate_proj", "up_proj"), halves, strict=True) if gate_up else [("down_proj", b)]
+                for part, rows in parts:
+                    for e in range(experts):
+                        tensors[f"{at}.{e}.{part}.lora_A.weight"] = a[e]
+                        tensors[f"{at}.{e}.{part}.lora_B.weight"] = rows[e]
+            elif layout in ("flat", "exchanged"):
+                inner = ".base_layer" if gate_up and len(names) > 1 else ""
+                first, second = (a, b) if layout == "flat" else (b.transpose(1, 2), a.transpose(1, 2))
+                tensors[f"{at}{inner}.lora_A.weight"] = first.flatten(0, 1)
+                tensors[f"{at}{inner}.lora_B.weight"] = second.permute(1, 2, 0).flatten(1)
+            else:
+                one_a, one_b = layout == "outer" and gate_up, layout == "outer" and not gate_up
+                tensors[f"{at}.{name}.lora_A"] = a[:1] if one_a else a
+                tensors[f"{at}.{name}.lora_B"] = b[:1] if one_b else b
+    stored = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(stored, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(values | config))
     return merged

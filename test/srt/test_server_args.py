@@ -176,7 +176,7 @@ def test_refused(words: str, message: str) -> None:
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text("port: x\nnot-a-flag: 1\nexperts-shared-outer-loras: true\n")
+    config.write_text("port: x\nnot-a-flag: 1\nenable-flexkv: true\n")
     words = (
         f"--config {config} --page-sise 3 --dtype int8 --page-size 0 --chunked-prefill-size 100 --speculative-algo "
         "STANDALONE --dp 0 --uno-lora-path x --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
@@ -189,7 +189,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     expected = [
         "--config .*: --port: expected an integer",
         "--config .*: Unknown option --not-a-flag",
-        "--config .*: --experts-shared-outer-loras is not implemented",
+        "--config .*: --enable-flexkv is not implemented",
         "Unknown option --page-sise. Did you mean --page-size",
         "Unrecognized arguments: 1",
         "--dtype: must be one of",

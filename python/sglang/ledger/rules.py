@@ -49,10 +49,8 @@ _LONG_ROWS = "rows of 53,248 elements: the MLP of Llama 3.1 405B whole, on one r
 _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
 _HEADS = "quantized output heads, under one of the two versions"
-_GATES = "only layers whose rows 16 does not divide, such as gates of recurrent layers, and which have few of them"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
-    AcceptedSpill("sm120", "add_adapters", "expand/all/N i32/out_stride i32", 56, _GATES),
-    AcceptedSpill("sm90", "add_adapters", "expand/all/N i32/out_stride i32", 92, _GATES),
+    AcceptedSpill("sm120", "add_adapters", "expand/all/SPANS [12]", 16, "two registers, under Triton 3.6 alone"),
     AcceptedSpill(
         "sm120",
         "prefill_attention",

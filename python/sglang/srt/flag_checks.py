@@ -151,6 +151,9 @@ def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
     asked = [name for name in ("use_ray", "is_embedding", "enable_two_batch_overlap") if getattr(args, name)]
     for name in ([above] if above else []) + asked:
         yield {"enable_lora", name}, f"--enable-lora does not go with {flag(name)} here."
+    if args.experts_shared_outer_loras and args.no_experts_shared_outer_loras:
+        both = {"experts_shared_outer_loras", "no_experts_shared_outer_loras"}
+        yield both, "--experts-shared-outer-loras and --no-experts-shared-outer-loras contradict each other."
     names = args.lora_target_modules
     if names is not None and "all" in names and len(names) > 1:
         yield {"lora_target_modules"}, "--lora-target-modules all stands alone: remove the others."

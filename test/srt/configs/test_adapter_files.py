@@ -54,12 +54,21 @@ def test_factors() -> None:
         ({f"^{MODULE}": 7}, 7),
         ({"^self_attn.q_proj": 7}, 4),
         ({"self_attn\\.q_proj": 7}, 7),
+        ({"(k|q)_proj": 7}, 7),
+        ({"(k|v)_proj": 7, r".*layers\.[1-9].*": 7}, 4),
+        ({r".*\.layers\.(0|3)\..*": 7}, 7),
+        ({r"q_pro.": 7, "q_proj": 9}, 7),
     ],
 )
 def test_patterns(pattern: dict[str, int], rank: int) -> None:
     assert config(rank_pattern=pattern).rank_of(MODULE) == rank
     alphas = config(alpha_pattern=pattern, r=1)
     assert alphas.scaling_of(MODULE) == (8 if rank == 4 else rank)
+
+
+def test_a_pattern_has_little_time() -> None:
+    with pytest.raises(UserError, match="too long to match"):
+        config(rank_pattern={r"(\w|\w\w|\w?)+\d[xy]": 7}).rank_of("model.layers.0." + "a" * 200)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +98,7 @@ def test_modules(values: dict[str, Any], expected: bool) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"target_parameters": ["experts.w"]}, "target_parameters"),
+        ({"target_parameters": [7]}, "target_parameters"),
         ({"layer_replication": [[0, 4]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
@@ -101,7 +110,8 @@ def test_modules(values: dict[str, Any], expected: bool) -> None:
         ({"r": True}, "type int"),
         ({"r": "8"}, "type int"),
         ({"rank_pattern": {"q_proj": 10**9}}, "1 to 512"),
-        ({"rank_pattern": {"(q|k)_proj": 8}}, "regular expression"),
+        ({"rank_pattern": {"(q|k_proj": 8}}, "no pattern"),
+        ({"rank_pattern": {"q" * 2000: 8}}, "no pattern"),
         ({"rank_pattern": [8]}, "object"),
         ({"alpha_pattern": {"q_proj": float("nan")}}, "finite"),
         ({"lora_alpha": float("inf")}, "finite"),

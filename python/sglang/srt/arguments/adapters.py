@@ -49,6 +49,18 @@ class AdapterArgs:
         "Last names of the modules that adapters may change, or all; those of --lora-paths if not given, and all "
         "without.",
     )
+    experts_shared_outer_loras: bool = option(
+        False,
+        ADAPTERS,
+        "Keep A of gate and up and B of down once for all experts of a layer, which takes less memory; also if all"
+        " adapters of --lora-paths are such.",
+    )
+    no_experts_shared_outer_loras: bool = option(
+        False, ADAPTERS, "Keep A and B of each expert, whatever the adapters of --lora-paths are."
+    )
+    lora_use_virtual_experts: bool = option(
+        False, ADAPTERS, "Compute adapters of experts over one axis of adapters and experts, which is always so here."
+    )
     lora_eviction_policy: str = option(
         "lru",
         ADAPTERS,

@@ -6,32 +6,33 @@ any, as in steps of requests without adapters, the layers do nothing more than a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
 from sglang.srt.configs.adapters.config import CONFIG_NAME
-from sglang.srt.configs.adapters.files import AdapterFiles
+from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.errors import UserError
-from sglang.srt.layers.native_adapters import AdapterWeights
-from sglang.srt.layers.ops import ADD_ADAPTERS
-from sglang.srt.plan.adapters import layer_matrices
+from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter
+from sglang.srt.layers.expert_adapters import (
+    EXPERT_MODULE,
+    LAYER_OF,
+    PARTS_OF,
+    AdapterExperts,
+    ExpertPlace,
+    LayerExperts,
+    ProductRows,
+)
+from sglang.srt.layers.native_adapters import AdapterWeights, empty_slot
+from sglang.srt.layers.ops import ADD_ADAPTERS, ADD_EXPERT_ADAPTERS
+from sglang.srt.plan.adapters import EXPERT_MODULES, layer_matrices
 from sglang.srt.plan.ranks import ShardRange
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class HostAdapter:
-    """An adapter in main memory, in the form of a slot: A and B of the linear layers that it changes, by the layer's
-    number, and the ranks of all [layers, 1] int32."""
-
-    matrices: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    ranks: torch.Tensor
 
 
 class ModuleRows(NamedTuple):
@@ -52,6 +53,30 @@ class Place:
     shard: ModuleRows
     begin: int
     part: int
+
+
+ASIDE = 17
+"""Tokens from which A x has a stream of its own. Kernels of smaller products begin while the launch ahead of them
+ends, which a second stream would prevent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlaces:
+    """Where all rows of a module lie."""
+
+    places: Sequence[Place]
+
+    def put(self, adapter: HostAdapter, pair: AdapterPair, a: torch.Tensor, b: torch.Tensor, pinned: bool) -> None:
+        """Puts this rank's share of a file's A and B into an adapter."""
+        rank = len(a)
+        for place in self.places:
+            number, shard = place.linear.number, place.shard
+            if number not in adapter.matrices:
+                adapter.matrices[number] = place.linear.empty(pinned)
+            whole_a, whole_b = adapter.matrices[number]
+            whole_a[place.part, :rank, : shard.cols.count] = a[:, shard.cols.run]
+            whole_b[place.begin : place.begin + shard.rows.count, :rank] = b[shard.rows.run]
+            adapter.ranks[number, 0] = max(int(adapter.ranks[number, 0]), rank)
 
 
 class AdapterLinear:
@@ -78,19 +103,19 @@ class AdapterLinear:
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
     def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In a CUDA
-        graph A x is computed beside the product."""
+        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In the CUDA
+        graph of a large step A x is computed beside the product."""
         layers, kernels = self.layers, self.layers.kernels
         if layers.slots is None:
             return product()
         assert len(layers.slots) == len(x), f"{len(x)} rows of a step of {len(layers.slots)} tokens"
-        if layers.stream is None or not torch.cuda.is_current_stream_capturing():
+        if layers.stream is None or len(x) < ASIDE or not torch.cuda.is_current_stream_capturing():
             low, out = kernels.shrink(x, layers.ordered, self.weights), product()
         else:
             main = torch.cuda.current_stream()
             layers.stream.wait_stream(main)
             with torch.cuda.stream(layers.stream):
-                low = kernels.shrink(x, layers.ordered, self.weights)
+                low = kernels.shrink(x, layers.ordered, self.weights, aside=True)
             out = product()
             main.wait_stream(layers.stream)
         kernels.expand(low, out, layers.ordered, self.weights)
@@ -98,29 +123,25 @@ class AdapterLinear:
 
     def empty(self, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zeros in main memory in the form of a slot's A and B."""
-        like = self.weights.a[0], self.weights.b[0]
-        a, b = (torch.zeros(each.shape, dtype=each.dtype, pin_memory=pinned) for each in like)
-        return a, b
+        return empty_slot(self.weights.a, self.weights.b, pinned)
 
 
-class AdapterLayers:
-    """The linear layers of a model that adapters may change, and the slots of a step's tokens."""
+class AdapterLayers(AdapterMemory):
+    """The linear layers and experts of a model that adapters may change."""
 
     def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
         assert plan.adapters is not None
-        self.plan, self.device, self.dtype = plan.adapters, device, dtype
+        super().__init__(plan.adapters, device, dtype, sum(1 for _ in layer_matrices(plan.weights)))
         self.kernels = plan.entry(ADD_ADAPTERS)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.names = plan.description.names.with_text_names()
-        self.slots: torch.Tensor | None = None
-        """[T] int32, the slot of each token's adapter in the step that is computed, counted from 1; 0: none. None: no
-        token has one."""
         self.ordered: Any = None
-        """The tokens of that step as the kernels take them."""
-        count = sum(1 for _ in layer_matrices(plan.weights))
-        self.ranks = torch.zeros((count, self.plan.slots), dtype=torch.int32, device=device)
-        """The largest rank of a part, by linear layer and slot; 0: the adapter leaves the layer alone."""
-        self.linears: list[AdapterLinear] = []
+        """The tokens of a step as the kernels take them."""
+        self.names = plan.description.names.with_text_names()
+        self.expert_kernel = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
+        self.experts_of: dict[str, AdapterExperts] = {}
+        """The experts of a layer, by the layer's name without what stands before it."""
+        self.shared_experts: dict[str, ExpertPlace] = {}
+        """Modules of shared experts that are held among the routed ones."""
         self.places: dict[str, list[Place]] = {}
         """Where the rows of each module lie, by its name in the checkpoint."""
 
@@ -135,26 +156,58 @@ class AdapterLayers:
         if not self.plan.serves(shard.module for shard in shards):
             return None
         linear = AdapterLinear(self, len(self.linears), shards)
-        self.linears.append(linear)
+        self.linears.append(linear.weights)
         for place in linear.places:
             self.places.setdefault(place.shard.module, []).append(place)
         return linear
+
+    def experts(
+        self,
+        layer: LayerExperts,
+        products: Sequence[ProductRows],
+        module: str,
+        shared: Mapping[str, str],
+    ) -> AdapterExperts | None:
+        """Returns memory for the adapters of a layer's experts; None if they have none. module: a name of one of them,
+        or that of all; shared: the module of each matrix of the shared expert, where it is held among the others."""
+        assert self.expert_kernel is not None
+        named = EXPERT_MODULE.fullmatch(module)
+        base = module if named is None else named["experts"]
+        if not base.endswith(".experts") or not self.plan.serves_experts(EXPERT_MODULES):
+            return None
+        experts = self.experts_of[self.key_of(base)] = AdapterExperts(self, self.expert_kernel, layer, products)
+        for part, name in shared.items():
+            self.shared_experts[name] = ExpertPlace(experts, f"{part}_proj", layer.count)
+        return experts
+
+    @staticmethod
+    def key_of(experts: str) -> str:
+        """Returns the layer that the module is in. It has one module of experts, which transformers and checkpoints
+        may call differently (`mlp.experts`, `block_sparse_moe.experts`)."""
+        layer = LAYER_OF.match(experts)
+        return experts if layer is None else layer[1]
 
     def read(self, files: AdapterFiles) -> HostAdapter:
         """Reads an adapter into main memory, this rank's share of it. Raises UserError if the model does not have its
         modules, they have other sizes, or a number is not finite. May run beside steps, in another thread."""
         if files.largest_rank > self.plan.rank:
             raise UserError(f"{files.folder} has rank {files.largest_rank}, above --max-lora-rank {self.plan.rank}.")
-        pairs = [(self._places_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        pairs = [(self._target_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        # One version of PEFT wrote all of them, and some sizes do not tell.
+        exchanged = any(isinstance(target, ExpertPlace) and target.is_exchanged(pair) for target, _, pair in pairs)
+        pairs = [(target, module, replace(pair, exchanged=exchanged)) for target, module, pair in pairs]
         if self.plan.strict:
             self._refuse_missing(files)
         pinned = self.device.type == "cuda"
         adapter = HostAdapter({}, torch.zeros((len(self.ranks), 1), dtype=torch.int32, pin_memory=pinned))
         try:
             with safe_open(files.weights, "pt") as file:  # type: ignore[no-untyped-call]
-                for places, module, pair in pairs:
-                    a, b = file.get_tensor(pair.a).float(), file.get_tensor(pair.b).float() * pair.scaling
-                    self._put(adapter, places, module, a.to(self.dtype), b.to(self.dtype), files, pinned)
+                for target, module, pair in pairs:
+                    a = file.get_tensor(pair.a).float().to(self.dtype)
+                    b = (file.get_tensor(pair.b).float() * pair.scaling).to(self.dtype)
+                    if not (a.isfinite().all() and b.isfinite().all()):
+                        raise UserError(f"{files.folder}: {module} has a number that is not finite in {self.dtype}.")
+                    target.put(adapter, pair, a, b, pinned)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         except Exception as error:  # safetensors' own class, for a damaged file
@@ -163,21 +216,14 @@ class AdapterLayers:
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
-    def load(self, slot: int, adapter: HostAdapter) -> None:
-        """Copies an adapter into a slot, counted from 1, on the current stream: steps launched later see it."""
-        for number, (a, b) in adapter.matrices.items():
-            weights = self.linears[number].weights
-            weights.a[slot - 1].copy_(a, non_blocking=True)
-            weights.b[slot - 1].copy_(b, non_blocking=True)
-        self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
-
-    def _canonical(self, module: str) -> str:
+    def _names_of(self, module: str) -> tuple[str, str]:
+        """Returns the names that a module of an adapter may have in the checkpoint."""
         name = self.names.canonical(f"{module}.weight").removesuffix(".weight")
-        return name if name in self.places else f"model.{name}"
+        return name, f"model.{name}"
 
     def _refuse_missing(self, files: AdapterFiles) -> None:
         """Raises UserError if the adapter lacks a linear layer that its config names."""
-        there = {self._canonical(module) for module in files.pairs}
+        there = {name for module in files.pairs for name in self._names_of(module)}
         missing = next((name for name in self.places if name not in there and files.config.names(name)), None)
         if missing is not None:
             raise UserError(
@@ -185,47 +231,42 @@ class AdapterLayers:
                 " (--lora-strict-loading)."
             )
 
-    def _places_of(self, module: str, files: AdapterFiles) -> list[Place]:
-        places = self.places.get(self._canonical(module))
-        if places is None:
+    def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace:
+        """Returns where A and B of a module go. Raises UserError if the model has none of that name or size."""
+        names, pair = self._names_of(module), files.pairs[module]
+        place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
+        if place is not None:
+            place.experts.check(place.module, pair, f"{files.folder}: {module}")
+            return place
+        places = next((self.places[each] for each in names if each in self.places), None)
+        if places is None or pair.experts:
             raise UserError(f"{files.folder}: {module} is not served: {self._why_not(module)}.")
-        pair, shard = files.pairs[module], places[0].shard
+        shard = places[0].shard
         if (pair.outputs, pair.inputs) != (shard.rows.total, shard.cols.total):
             raise UserError(
                 f"{files.folder}: {module} is of [{pair.outputs}, {pair.inputs}], but the model's is of"
                 f" [{shard.rows.total}, {shard.cols.total}]. Was the adapter made for another model?"
             )
-        return places
+        return ModulePlaces(places)
+
+    def _of_experts(self, module: str) -> ExpertPlace | None:
+        """Returns which experts a module is of; None: it is of none."""
+        if module in self.shared_experts:
+            return self.shared_experts[module]
+        match = EXPERT_MODULE.fullmatch(module)
+        experts = None if match is None else self.experts_of.get(self.key_of(match["experts"]))
+        if match is None or experts is None or match["name"] not in PARTS_OF:
+            return None
+        number = None if match["number"] is None else int(match["number"])
+        if number is not None and number >= experts.layer.count:
+            return None
+        return ExpertPlace(experts, match["name"], number)
 
     def _why_not(self, module: str) -> str:
         if not self.plan.serves([module]):
             return f"it is none of --lora-target-modules {' '.join(sorted(self.plan.targets or ()))}"
-        if ".experts." in module or module.endswith(".experts"):
-            return "adapters of experts are not computed"
-        if ".shared_expert" in module:
-            return "the shared expert is computed as one more routed one; start with --disable-shared-experts-fusion"
+        if ".experts." in module:
+            return "no layer of the model has such an expert, or adapters of its experts are not computed"
         if module.endswith(("embed_tokens", "lm_head", "unembed_tokens")):
             return "adapters of the embedding and of the output head are not computed"
         return "it is no linear layer of this model that takes adapters"
-
-    def _put(
-        self,
-        adapter: HostAdapter,
-        places: Sequence[Place],
-        module: str,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        files: AdapterFiles,
-        pinned: bool,
-    ) -> None:
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise UserError(f"{files.folder}: {module} has a number that is not finite in {self.dtype}.")
-        rank = len(a)
-        for place in places:
-            number, shard = place.linear.number, place.shard
-            if number not in adapter.matrices:
-                adapter.matrices[number] = place.linear.empty(pinned)
-            whole_a, whole_b = adapter.matrices[number]
-            whole_a[place.part, :rank, : shard.cols.count] = a[:, shard.cols.run]
-            whole_b[place.begin : place.begin + shard.rows.count, :rank] = b[shard.rows.run]
-            adapter.ranks[number, 0] = max(int(adapter.ranks[number, 0]), rank)

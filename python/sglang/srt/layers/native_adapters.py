@@ -1,4 +1,4 @@
-"""LoRA adapters of a linear layer in plain torch: the CPU kernel, and the reference for tests."""
+"""LoRA adapters of linear layers and of experts in plain torch: the CPU kernels, and the references for tests."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def order_tokens(slots: torch.Tensor, num_slots: int) -> Any:
     return slots
 
 
-def shrink(x: torch.Tensor, slots: Any, weights: AdapterWeights) -> torch.Tensor:
-    """Returns A x of each token's adapter, [T, P, R], in the type of B; x [T, K]."""
+def shrink(x: torch.Tensor, slots: Any, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
+    """Returns A x of each token's adapter, [T, P, R], in the type of B; x [T, K]. aside: on a stream beside others."""
     low = torch.zeros((len(x), *weights.a.shape[1:3]), dtype=weights.b.dtype, device=x.device)
     for slot, rank, rows in _each_adapter(slots, weights):
         for part in range(weights.a.shape[1]):
@@ -84,6 +84,53 @@ def _each_adapter(slots: torch.Tensor, weights: AdapterWeights) -> Iterator[tupl
 def add_adapters(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, weights: AdapterWeights) -> None:
     """Adds B A x of each token's adapter to out [T, N], x [T, K]. slots: as in `order_tokens`."""
     expand(shrink(x, slots, weights), out, slots, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAdapterWeights:
+    """A and B of one product of E experts [E, N, K] for S adapters, each in a slot. The rows may belong to several
+    matrices (gate and up), the product's parts.
+
+        a: [S, E, P, R, K], of each of P parts; rows behind the rank are not read
+        b: [S, E, N, R], times the adapter's factor; columns behind the rank are not read
+        ranks, parts: as in `AdapterWeights`
+
+    A or B that all experts share have one expert, [S, 1, ...]. `num_experts`: E.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    ranks: torch.Tensor
+    parts: torch.Tensor
+    num_experts: int
+
+    def of(self, slot: int, expert: int) -> AdapterWeights:
+        """Returns the weights of an adapter, its slot counted from 1, for an expert, as those of a layer with one
+        slot."""
+        a, b = (side[slot - 1 : slot, expert if side.shape[1] > 1 else 0] for side in (self.a, self.b))
+        return AdapterWeights(a, b, self.ranks[slot - 1 : slot], self.parts)
+
+
+def add_expert_adapters(
+    x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, weights: ExpertAdapterWeights
+) -> None:
+    """Adds B A x of each pair of a token and an expert to out [T * k, N], x [T, K] of tokens or [T * k, K] of pairs.
+    slots [T] int32: as in `add_adapters`; ids [T, k] int32: the experts, -1: none."""
+    experts, adapters = ids.flatten(), slots.repeat_interleave(ids.shape[1])
+    per_row = len(experts) // max(1, len(x))
+    some = torch.nonzero((experts >= 0) & (adapters > 0)).flatten()
+    pairs = torch.stack((adapters[some], experts[some]), dim=1)
+    for slot, expert in torch.unique(pairs, dim=0).tolist():
+        mine = some[(pairs == torch.tensor([slot, expert], device=pairs.device)).all(1)]
+        rows = out[mine]
+        add_adapters(x[mine // per_row], rows, torch.ones_like(mine), weights.of(slot, expert))
+        out[mine] = rows
+
+
+def empty_slot(a: torch.Tensor, b: torch.Tensor, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns zeros in main memory in the form of one slot of A and B [S, ...]."""
+    one, other = (torch.zeros(side.shape[1:], dtype=side.dtype, pin_memory=pinned) for side in (a, b))
+    return one, other
 
 
 ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, expand)

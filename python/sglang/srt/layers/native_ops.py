@@ -5,7 +5,7 @@ Math is done in fp32 and cast back to the input's dtype; matrix products run in 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.activation import GELU, GELU_TANH, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
+from sglang.srt.layers.moe.pair_adapters import PairAdapters
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.quantization.activations import Activations, values_of
 
@@ -220,14 +221,18 @@ def fused_moe(
     configs: TileConfigs,
     features: Collection[str] = (),
     waves: Waves | None = None,
+    adapters: PairAdapters | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H,
     I], weights and ids [T, k].
 
     An id of -1 adds nothing. Weights are dequantized; activations are not quantized, since that serves tensor cores
-    that a CPU does not have. `waves`: as in `fused_moe_triton`.
+    that a CPU does not have. `waves`, `adapters`: as in `fused_moe_triton`.
     """
     x = values_of(x)
+    if adapters is not None:
+        parts = ((w13, w2, topk_ids),) if waves is None else waves
+        return _adapted_experts(x, parts, w13.rows, topk_weights, topk_ids, activation, adapters)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     scales = topk_weights.float().flatten()
     for up, down, ids in ((w13, w2, topk_ids),) if waves is None else waves:
@@ -244,24 +249,58 @@ def _add_experts(
     activation: Activation,
     out: torch.Tensor,
 ) -> None:
-    def product(x: torch.Tensor, weights: ExpertWeights, row: int) -> torch.Tensor:
-        bias = None if weights.bias is None else weights.bias[row].to(x.dtype)
-        return F.linear(x, weights.dequantized(row).to(x.dtype), bias)
-
-    chosen: dict[int, list[int]] = {}
-    for place, expert in enumerate(topk_ids.flatten().tolist()):
-        chosen.setdefault(expert, []).append(place)
-    row_of = range(w13.num_experts) if w13.row_of_expert is None else w13.row_of_expert.tolist()
-    for expert in sorted(chosen.keys() - {-1}):
-        places, row = chosen[expert], row_of[expert]
+    for row, places in _pairs_of_rows(topk_ids, w13):
         if len(x) == len(places) == 1:  # of one request that decodes: gathering takes longer than multiplying
-            y = product(gated(product(x, w13, row), activation), w2, row)
+            y = _of_expert(gated(_of_expert(x, w13, row), activation), w2, row)
             out += y.float() * scales[places[0]]
             continue
         chosen_by = torch.tensor(places, device=x.device)
         token = chosen_by // topk_ids.shape[1]
-        y = product(gated(product(x[token], w13, row), activation), w2, row)
+        y = _of_expert(gated(_of_expert(x[token], w13, row), activation), w2, row)
         out.index_add_(0, token, y.float() * scales[chosen_by, None])
+
+
+def _adapted_experts(
+    x: torch.Tensor,
+    waves: Waves,
+    width: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Activation,
+    adapters: PairAdapters,
+) -> torch.Tensor:
+    """Computes all experts of a product before the next one, so that adapters can add to each of both."""
+
+    def products(x: torch.Tensor, number: int, out: torch.Tensor, per_row: int) -> None:
+        for *pair, ids in waves:
+            for row, places in _pairs_of_rows(ids, pair[number]):
+                rows = torch.tensor([place // per_row for place in places], device=x.device)
+                out[places] = _of_expert(x[rows], pair[number], row)
+
+    num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    both = x.new_zeros((num_pairs, width))
+    products(x, 0, both, top_k)
+    adapters.add_up(x, both, topk_ids)
+    inter, out = gated(both, activation), x.new_zeros((num_pairs, x.shape[1]))
+    products(inter, 1, out, 1)
+    adapters.add_down(inter, out, topk_ids)
+    weighted = out.float().view(*topk_ids.shape, -1) * topk_weights.float()[..., None]
+    return weighted.masked_fill(topk_ids[..., None] < 0, 0.0).sum(1).to(x.dtype)
+
+
+def _of_expert(x: torch.Tensor, weights: ExpertWeights, row: int) -> torch.Tensor:
+    bias = None if weights.bias is None else weights.bias[row].to(x.dtype)
+    return F.linear(x, weights.dequantized(row).to(x.dtype), bias)
+
+
+def _pairs_of_rows(ids: torch.Tensor, weights: ExpertWeights) -> Iterator[tuple[int, list[int]]]:
+    """Yields the row of each expert that ids [T, k] name, with the numbers of its pairs."""
+    chosen: dict[int, list[int]] = {}
+    for place, expert in enumerate(ids.flatten().tolist()):
+        chosen.setdefault(expert, []).append(place)
+    row_of = range(weights.num_experts) if weights.row_of_expert is None else weights.row_of_expert.tolist()
+    for expert in sorted(chosen.keys() - {-1}):
+        yield row_of[expert], chosen[expert]
 
 
 def context_attention(

@@ -12,7 +12,8 @@ import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.drafts.drafter import Drafter
-from sglang.srt.layers.adapters import AdapterLayers, HostAdapter
+from sglang.srt.layers.adapter_memory import HostAdapter
+from sglang.srt.layers.adapters import AdapterLayers
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.sampler import Sampler

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.adapters.arguments import MODULES_OF, named_adapters
 from sglang.srt.configs.adapters.config import MAX_RANK
-from sglang.srt.configs.adapters.files import read_adapter_files
+from sglang.srt.configs.adapters.files import AdapterFiles, read_adapter_files
 from sglang.srt.errors import UserError
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
@@ -16,6 +16,12 @@ from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.server_args import ServerArgs
 
+EXPERT_MODULES: Mapping[str, frozenset[str]] = {
+    "gate": frozenset({"gate_proj", "gate_up_proj", "w1"}),
+    "up": frozenset({"up_proj", "gate_up_proj", "w3"}),
+    "down": frozenset({"down_proj", "w2"}),
+}
+"""Names of the matrices of experts in adapters."""
 RANK_MULTIPLE = 16
 """Ranks are padded to a multiple of it in memory; kernels stop at the rank."""
 
@@ -23,11 +29,13 @@ RANK_MULTIPLE = 16
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """The memory for adapters on a device. `slots`: adapters at once; `rank`: the largest that one may have; `targets`:
-    last names of the modules that may have A and B, None: all linear layers."""
+    last names of the modules that may have A and B, None: all linear layers; `shared_outer`: A of gate and up and B of
+    down are the same for all experts of a layer."""
 
     slots: int
     rank: int
     targets: frozenset[str] | None
+    shared_outer: bool = False
     strict: bool = False
     """Whether an adapter must have each linear layer that its config names."""
 
@@ -40,25 +48,41 @@ class AdapterPlan:
         """Returns whether a layer made of these modules has memory for adapters."""
         return self.targets is None or any(module.rpartition(".")[2] in self.targets for module in modules)
 
+    def serves_experts(self, parts: Iterable[str]) -> bool:
+        """Returns whether a product of experts, made of these matrices (gate, up, down), has memory for adapters."""
+        return self.targets is None or any(not EXPERT_MODULES[part].isdisjoint(self.targets) for part in parts)
+
     def num_bytes(self, of_rank: RankWeights, dtype: str) -> int:
         """Returns the bytes of A and B of all slots on a rank."""
         elements = 0
         for layer, matrix in layer_matrices(of_rank):
-            if self.serves(of_rank.model.names.layer_module(layer, matrix.name, part) for part in matrix.parts):
+            if matrix.experts:
+                elements += self._of_experts(matrix)
+            elif self.serves(of_rank.model.names.layer_module(layer, matrix.name, part) for part in matrix.parts):
                 elements += self.room * (len(matrix.parts) * matrix.cols + matrix.rows)
         return self.slots * elements * KV_DTYPE_BYTES[dtype]
+
+    def _of_experts(self, matrix: Matrix) -> int:
+        """Returns the elements of A and B of a slot for a product of experts on a rank."""
+        if not self.serves_experts(matrix.parts):
+            return 0
+        with_a, with_b = matrix.experts, matrix.experts
+        if self.shared_outer:
+            with_a, with_b = (matrix.experts, 1) if matrix.parts == ("down",) else (1, matrix.experts)
+        return self.room * (with_a * len(matrix.parts) * matrix.cols + with_b * matrix.rows)
 
     def describe(self) -> dict[str, Any]:
         """Describes the plan for /server_info."""
         targets = "all" if self.targets is None else sorted(self.targets)
-        return {"slots": self.slots, "max_rank": self.rank, "target_modules": targets}
+        described = {"slots": self.slots, "max_rank": self.rank, "target_modules": targets}
+        return described | ({"experts_shared_outer": True} if self.shared_outer else {})
 
 
 def layer_matrices(of_rank: RankWeights) -> Iterator[tuple[int, Matrix]]:
-    """Yields the linear layers of a rank that may have adapters, with their layer's number."""
+    """Yields the linear layers and products of experts of a rank that may have adapters, with their layer's number."""
     for layer, weights in enumerate(of_rank.layers):
         for part in weights:
-            if isinstance(part, Matrix) and not part.experts and part.name in of_rank.model.names.layer:
+            if isinstance(part, Matrix) and (part.experts or part.name in of_rank.model.names.layer):
                 yield layer, part
 
 
@@ -79,15 +103,29 @@ def plan_adapters(args: ServerArgs) -> AdapterPlan | None:
     for each in files:
         if each.largest_rank > rank:
             raise UserError(f"{each.folder} has rank {each.largest_rank}, above --max-lora-rank {rank}.")
-    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, strict=args.lora_strict_loading)
+    shared = args.experts_shared_outer_loras or (shares_outer(files) and not args.no_experts_shared_outer_loras)
+    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, shared, args.lora_strict_loading)
 
 
-def check_adapters(model: ModelDescription) -> None:
+def shares_outer(adapters: Sequence[AdapterFiles]) -> bool:
+    """Returns whether all experts of a layer share A of gate and up and B of down in all of these adapters."""
+    pairs = [(module, pair) for each in adapters for module, pair in each.pairs.items() if ".experts." in module]
+    return bool(pairs) and all(
+        pair.shares_b if module.rpartition(".")[2] in EXPERT_MODULES["down"] else pair.shares_a
+        for module, pair in pairs
+    )
+
+
+def check_adapters(adapters: AdapterPlan, model: ModelDescription) -> None:
     """Raises UserError for models that take no adapters."""
     if model.transformers_class is not None:
         raise UserError("--enable-lora: models by transformers take no adapters here; use a family that is served.")
     if model.pooling is not None:
         raise UserError("--enable-lora: models of embeddings and labels take no adapters here.")
+    if adapters.serves_experts(EXPERT_MODULES) and any(
+        layer.ffn.experts and layer.ffn.experts.cpu_threads for layer in model.layers
+    ):
+        raise UserError("--enable-lora: experts that CPUs compute take no adapters here; remove --kt-cpuinfer.")
 
 
 def _asked_targets(names: list[str] | None) -> frozenset[str] | None:

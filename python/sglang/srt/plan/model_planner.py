@@ -184,8 +184,9 @@ class ModelPlanner:
         adapters = plan_adapters(args)
         wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
         if adapters is not None:
-            check_adapters(model)
-            wanted = (*wanted, Need("add_adapters", q_dtype=parallel.dtype))
+            check_adapters(adapters, model)
+            ops = ("add_adapters", "add_expert_adapters") if model.experts else ("add_adapters",)
+            wanted = (*wanted, *(Need(op, q_dtype=parallel.dtype) for op in ops))
         chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)

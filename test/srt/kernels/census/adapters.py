@@ -7,7 +7,8 @@ import itertools
 import torch
 
 from sglang.ledger.launch_form import named
-from sglang.srt.layers.native_adapters import AdapterWeights
+from sglang.srt.layers.moe.fused_moe_triton import expert_adapters
+from sglang.srt.layers.native_adapters import AdapterWeights, ExpertAdapterWeights
 from sglang.srt.layers.triton_ops import adapters
 
 from .inputs import empty
@@ -33,3 +34,21 @@ def launch_adapters() -> None:
             chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
             low = adapters.shrink(empty(tokens, size), chunks, weights)
             adapters.expand(low, empty(tokens, rows), chunks, weights)
+
+
+def launch_expert_adapters() -> None:
+    """For every room of a rank, steps of few and many pairs, gate and up from tokens, and down from pairs."""
+    for room, tokens, (parts, rows, cols) in itertools.product(
+        (16, 32, 64, 128), (1, 1000), ((2, 1536, 2048), (1, 2048, 768))
+    ):
+        weights = ExpertAdapterWeights(
+            empty(SLOTS, 128, parts, room, cols),
+            empty(SLOTS, 128, rows, room),
+            empty(SLOTS, dtype=torch.int32),
+            empty(rows, dtype=torch.int32),
+            128,
+        )
+        x = empty(tokens if parts == 2 else tokens * 8, cols)
+        slots, ids = empty(tokens, dtype=torch.int32), empty(tokens, 8, dtype=torch.int32)
+        with named("add_expert_adapters", "all"):
+            expert_adapters.add_expert_adapters(x, empty(tokens * 8, rows), slots, ids, weights)

@@ -131,7 +131,8 @@ class MoELayer:
         others = None if self.on_cpus is None else self.on_cpus.begin(values_of(rows), weights, ids)
         ids = ids if others is None else others
         w13, w2, waves = self.experts.of_step(ids)
-        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features, waves)
+        added = None if self.experts.adapters is None else self.experts.adapters.of_step()
+        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features, waves, added)
         if self.on_cpus is not None and others is not None:
             self.on_cpus.end(out)
         # The projection after the experts is linear, so it applies to each rank's partial sums.

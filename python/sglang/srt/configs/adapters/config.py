@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import regex
 
 from sglang.srt.configs.hf_config import ConfigReader, read_json_object
 from sglang.srt.errors import UserError
 
+Pattern: TypeAlias = "regex.Pattern[str]"
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 << 20
 MAX_RANK = 512
@@ -24,13 +27,15 @@ _IGNORED = frozenset({
 })  # fmt: skip
 """Keys that change nothing about A and B as they are stored: how they were trained, and which modules were left out.
 `fan_in_fan_out` describes how the base model's own weights lie."""
-_READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "bias"})
+_READ = frozenset({
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "bias",
+    "target_parameters",
+})  # fmt: skip
 _REFUSED: Mapping[str, str] = {
     "use_dora": "the magnitudes of DoRA are not computed; merge the adapter into the model",
     "modules_to_save": "whole modules are not replaced; merge the adapter into the model",
     "trainable_token_indices": "trained rows of the embedding are not added; merge the adapter into the model",
     "lora_bias": "biases of B are not added",
-    "target_parameters": "adapters of experts that are one tensor are not computed",
     "layer_replication": "layers are not repeated",
     "alora_invocation_tokens": "an adapter applies to all tokens of a request, not to those behind an invocation",
     "use_qalora": "A of QALoRA reads pooled inputs, which are not computed",
@@ -39,7 +44,9 @@ _REFUSED: Mapping[str, str] = {
 }
 _PLAIN_INITS = frozenset({"default", "gaussian", "orthogonal", "eva"})
 """Values of `init_lora_weights` that leave the base model as it was."""
-_PLAIN_PATTERN = re.compile(r"\^?[\w.\-]+")
+PATTERN_SECONDS = 0.1
+"""The longest that a pattern of an adapter may take to match one name: it is a program that strangers write."""
+MAX_PATTERN = 1024
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -52,11 +59,13 @@ class AdapterConfig:
     alpha: float
     rslora: bool
     targets: tuple[str, ...] | None
-    rank_pattern: tuple[tuple[str, int], ...] = ()
-    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    rank_pattern: tuple[tuple[Pattern, int], ...] = ()
+    alpha_pattern: tuple[tuple[Pattern, float], ...] = ()
     layers: frozenset[int] | None = None
     excluded: tuple[str, ...] | None = ()
     """The modules of `exclude_modules`; None: a pattern chose them."""
+    parameters: tuple[str, ...] = ()
+    """Parameters that have A and B of their own, by the ends of their names: all experts of a layer in one tensor."""
 
     @property
     def largest_rank(self) -> int:
@@ -65,11 +74,11 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module, by its name in the adapter."""
-        return next((rank for name, rank in self.rank_pattern if _matches(name, module)), self.rank)
+        return next((rank for pattern, rank in self.rank_pattern if _matches(pattern, module)), self.rank)
 
     def scaling_of(self, module: str) -> float:
         """Returns the factor of B A of a module: alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
-        alpha = next((alpha for name, alpha in self.alpha_pattern if _matches(name, module)), self.alpha)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if _matches(pattern, module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -77,6 +86,10 @@ class AdapterConfig:
         """Returns whether the adapter may have A and B of a module."""
         if self.targets is not None and not any(_ends(name, module) for name in self.targets):
             return False
+        return self.in_layers(module)
+
+    def in_layers(self, module: str) -> bool:
+        """Returns whether the module is in one of the adapter's layers."""
         number = _LAYER.search(module)
         return self.layers is None or (number is not None and int(number[1]) in self.layers)
 
@@ -109,12 +122,13 @@ def adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig:
         alpha=alpha,
         rslora=config.default("use_rslora", bool, False),
         targets=_targets(values.get("target_modules"), "target_modules", source),
-        rank_pattern=tuple((name, _rank(key, v, source)) for key, name, v in _patterns(values, "rank_pattern", source)),
+        rank_pattern=tuple((each, _rank(key, v, source)) for key, each, v in _patterns(values, "rank_pattern", source)),
         alpha_pattern=tuple(
-            (name, _alpha(key, v, source)) for key, name, v in _patterns(values, "alpha_pattern", source)
+            (each, _alpha(key, v, source)) for key, each, v in _patterns(values, "alpha_pattern", source)
         ),
         layers=_layers(values.get("layers_to_transform"), source),
         excluded=_targets(values.get("exclude_modules") or [], "exclude_modules", source),
+        parameters=_parameters(values.get("target_parameters"), source),
     )
 
 
@@ -159,6 +173,14 @@ def _targets(value: Any, key: str, source: str) -> tuple[str, ...] | None:
     return tuple(value)
 
 
+def _parameters(value: Any, source: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise UserError(f"{source}: 'target_parameters' must be a list of names.")
+    return tuple(value)
+
+
 def _layers(value: Any, source: str) -> frozenset[int] | None:
     if value is None or value == []:
         return None
@@ -168,23 +190,26 @@ def _layers(value: Any, source: str) -> frozenset[int] | None:
     return frozenset(numbers)
 
 
-def _patterns(values: Mapping[str, Any], key: str, source: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields each name of a pattern as it is written and as it is compared, with its value."""
+def _patterns(values: Mapping[str, Any], key: str, source: str) -> Iterator[tuple[str, Pattern, Any]]:
+    """Yields each pattern as it is written and as it is compared, with its value. As PEFT does it, a pattern matches
+    the whole name of a module, or all behind a dot."""
     patterns = values.get(key) or {}
     if not isinstance(patterns, Mapping):
         raise UserError(f"{source}: {key!r} must be an object.")
     for written, value in patterns.items():
-        name = written.replace("\\.", ".")
-        if not _PLAIN_PATTERN.fullmatch(name):
-            raise UserError(
-                f"{source}: {key} has the regular expression {written[:256]!r}; names of modules or their endings are"
-                " supported."
-            )
-        yield written, name, value
+        try:
+            if len(written) > MAX_PATTERN:
+                raise ValueError(f"it has more than {MAX_PATTERN} characters")
+            yield written, regex.compile(rf"(?:.*\.)?(?:{written})$"), value
+        except (regex.error, ValueError, RecursionError) as error:
+            raise UserError(f"{source}: {key} has {written[:256]!r}, which is no pattern: {error}.") from None
 
 
-def _matches(name: str, module: str) -> bool:
-    return module == name[1:] if name.startswith("^") else _ends(name, module)
+def _matches(pattern: Pattern, module: str) -> bool:
+    try:
+        return pattern.match(module, timeout=PATTERN_SECONDS) is not None
+    except TimeoutError:
+        raise UserError(f"{CONFIG_NAME}: the pattern {pattern.pattern[:256]!r} takes too long to match.") from None
 
 
 def _ends(name: str, module: str) -> bool:

@@ -20,7 +20,11 @@ MAX_TENSORS = 1 << 18
 MAX_HEADER_BYTES = 64 << 20
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PREFIXES = ("base_model.model.", "base_model.")
-_PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?")
+_FLAT = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
+"""The module that PEFT names for parameters of all experts: it wraps the module for each of them once more, first for
+gate and up (which it calls `base_layer`), then for down."""
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _CHUNK = 1 << 22
 _OTHERS: Mapping[str, str] = {
     "lora_embedding_A": "adapters of the embedding are not computed",
@@ -31,7 +35,10 @@ _OTHERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """The tensors of one module: their names in the file, its rank, and the factor of B A."""
+    """The tensors of one module: their names in the file, its rank, and the factor of B A. `experts`: of how many
+    experts they are; 0: the module is a linear layer. `flat`: A [E * r, in] and B [out, r * E] of all of them, as PEFT
+    writes them; otherwise [E, r, in] and [E, out, r], one of them with one expert where all share it. `exchanged`: of a
+    flat pair, each of A and B has the other's place."""
 
     a: str
     b: str
@@ -39,6 +46,11 @@ class AdapterPair:
     scaling: float
     inputs: int
     outputs: int
+    experts: int = 0
+    flat: bool = False
+    shares_a: bool = False
+    shares_b: bool = False
+    exchanged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +100,39 @@ def _pairs(tensors: Mapping[str, Stored], config: AdapterConfig, path: Path) -> 
         if match is None:
             why = next((why for part, why in _OTHERS.items() if part in name), "it is no A or B of a linear layer")
             raise UserError(f"{path}: the tensor {name[:256]!r} is not supported: {why}.")
-        if tensor.dtype not in FLOATS or len(tensor.shape) != 2:
+        if tensor.dtype not in FLOATS or len(tensor.shape) not in (2, 3):
             raise UserError(f"{path}: {name} must be a matrix of floats; it is {tensor.dtype} {list(tensor.shape)}.")
         sides.setdefault(_module(match["module"]), {})[match["side"]] = name
     if not sides:
         raise UserError(f"{path} has no tensors.")
-    return {module: _pair(module, names, tensors, config, path) for module, names in sides.items()}
+    pairs = {}
+    for module, names in sides.items():
+        if len(names) < 2:
+            raise UserError(f"{path}: {module} has only one of lora_A and lora_B.")
+        if len(tensors[names["A"]].shape) == 3 or len(tensors[names["B"]].shape) == 3:
+            pairs[module] = _pair_of_experts(module, names, tensors, config, path)
+        elif (flat := _FLAT.fullmatch(module)) is not None:
+            product = _product(flat, sides, config, path)
+            parameter = f"{flat['experts']}.{product}"
+            pairs[parameter] = _flat_pair(parameter, names, tensors, config, path)
+        else:
+            pairs[module] = _pair(module, names, tensors, config, path)
+    return pairs
+
+
+def _product(flat: re.Match[str], sides: Mapping[str, Mapping[str, str]], config: AdapterConfig, path: Path) -> str:
+    """Returns which parameter of all experts a module's tensors belong to."""
+    if flat["inner"]:
+        return GATE_UP
+    if f"{flat['experts']}.base_layer" in sides:
+        return DOWN
+    names = {parameter.rpartition(".")[2] for parameter in config.parameters}
+    if len(names) != 1:
+        raise UserError(
+            f"{path}: the tensors of {flat[0]} could be those of {GATE_UP} or {DOWN}: 'target_parameters' of"
+            f" {CONFIG_NAME} must name one of them."
+        )
+    return names.pop()
 
 
 def _module(name: str) -> str:
@@ -105,8 +144,6 @@ def _module(name: str) -> str:
 def _pair(
     module: str, names: Mapping[str, str], tensors: Mapping[str, Stored], config: AdapterConfig, path: Path
 ) -> AdapterPair:
-    if len(names) < 2:
-        raise UserError(f"{path}: {module} has only one of lora_A and lora_B.")
     if not config.expects(module):
         raise UserError(f"{path}: {module} is none of the modules that {CONFIG_NAME} names.")
     (rank, inputs), (outputs, rank_of_b) = tensors[names["A"]].shape, tensors[names["B"]].shape
@@ -117,6 +154,47 @@ def _pair(
             f" rank {wanted}."
         )
     return AdapterPair(names["A"], names["B"], rank, config.scaling_of(module), inputs, outputs)
+
+
+def _pair_of_experts(
+    module: str, names: Mapping[str, str], tensors: Mapping[str, Stored], config: AdapterConfig, path: Path
+) -> AdapterPair:
+    """Returns the pair of tensors with a dimension of experts."""
+    a, b = (tensors[names[side]].shape for side in "AB")
+    wanted = config.rank_of(module)
+    experts = max(a[0], b[0])
+    shared = {1, experts}
+    if len(a) != 3 or len(b) != 3 or a[1] != wanted or b[2] != wanted or not {a[0], b[0]} <= shared:
+        raise UserError(
+            f"{path}: {module} has lora_A {list(a)} and lora_B {list(b)}; [experts, {wanted}, inputs] and [experts,"
+            f" outputs, {wanted}] are expected for rank {wanted}."
+        )
+    _check_layer(module, config, path)
+    scaling = config.scaling_of(module)
+    return AdapterPair(
+        names["A"], names["B"], wanted, scaling, a[2], b[1], experts, shares_a=a[0] < experts, shares_b=b[0] < experts
+    )
+
+
+def _flat_pair(
+    module: str, names: Mapping[str, str], tensors: Mapping[str, Stored], config: AdapterConfig, path: Path
+) -> AdapterPair:
+    """Returns the pair of tensors with one axis of ranks and experts."""
+    (rows, inputs), (outputs, cols) = tensors[names["A"]].shape, tensors[names["B"]].shape
+    wanted = config.rank_of(module)
+    if rows != cols or rows % wanted:
+        raise UserError(
+            f"{path}: {module} has lora_A {[rows, inputs]} and lora_B {[outputs, cols]}; for all experts {CONFIG_NAME}"
+            f" says multiples of rank {wanted}."
+        )
+    _check_layer(module, config, path)
+    scaling = config.scaling_of(module)
+    return AdapterPair(names["A"], names["B"], wanted, scaling, inputs, outputs, rows // wanted, flat=True)
+
+
+def _check_layer(module: str, config: AdapterConfig, path: Path) -> None:
+    if not config.in_layers(module):
+        raise UserError(f"{path}: {module} is none of the modules that {CONFIG_NAME} names.")
 
 
 def content_id(folder: Path) -> str:

@@ -20,6 +20,7 @@ from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, matrix_of
 from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
+from sglang.srt.layers.moe.pair_adapters import PairAdapters
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 
@@ -40,12 +41,13 @@ def fused_moe(
     configs: TileConfigs,
     features: Collection[str] = (),
     waves: Waves | None = None,
+    adapters: PairAdapters | None = None,
 ) -> torch.Tensor:
     """Computes the experts like `fused_moe_triton.fused_moe`, for weights of the scheme mxfp4_mxfp8 as published. Steps
-    for which the tile configs do not choose sgl-kernel use Triton."""
+    for which the tile configs do not choose sgl-kernel use Triton, and so do steps with LoRA adapters."""
     config = config_for(configs, len(topk_ids))
-    if config.variant != MIXED:
-        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features, waves)
+    if config.variant != MIXED or adapters is not None:
+        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features, waves, adapters)
     block_m = config.tiles[0]["BLOCK_M"]
     (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)

@@ -18,6 +18,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.configs.stored_form import STACKED_FP8
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
+from sglang.srt.layers.expert_adapters import AdapterExperts, ExpertMatrix, LayerExperts, ProductRows
 from sglang.srt.layers.moe.expert_slots import ExpertSlots
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, Waves, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Scope, TensorPart, WeightShard, constant, random_codes
@@ -60,6 +61,7 @@ class Experts:
         self.ep_size = sizes.ep_size
         up, down = _products(sizes, quant.format if quant else None, scope.groups.expert_tp)
         self.features = scope.plan.arch.features
+        self.adapters = _adapters(scope, sizes, (up, down))
         self.products = [_create(scope.sub(product.name), product, sizes, quant) for product in (up, down)]
         scope.finish.append(self.finish)
 
@@ -67,7 +69,8 @@ class Experts:
         """Builds `w13` and `w2` from the loaded tensors."""
         up, down = self.products
         if isinstance(up, StoredProduct) and isinstance(down, StoredProduct):
-            up, down = finish_pair(up, down, self.linear_in_up)
+            # Adapters add to what gate and up are, so none of their factors may be moved into down.
+            up, down = finish_pair(up, down, self.linear_in_up and self.adapters is None)
         assert isinstance(up, ExpertWeights) and isinstance(down, ExpertWeights)
         up, down = replace(up, ep_size=self.ep_size), replace(down, ep_size=self.ep_size)
         self.w13, self.w2 = (repack(weights, self.features, self.device) for weights in (up, down))
@@ -81,6 +84,30 @@ class Experts:
         """Returns the weights of both products for a step whose tokens chose the experts `ids` [T, k] int32; of a step
         in waves, these."""
         return (self.w13, self.w2, None) if self.slots is None else self.slots.of_step(ids)
+
+
+def _adapters(scope: Scope, sizes: ExpertSizes, products: tuple[ExpertProduct, ExpertProduct]) -> AdapterExperts | None:
+    """Returns memory for the adapters of the experts; None if they have none."""
+    if scope.adapters is None or not scope.path.startswith("layers."):
+        return None
+    one_by_one = _in_layer(scope.sub("w13")) in scope.weights.layer
+    module = scope.sub("w13").module(sizes.w13.parts[0]) if one_by_one else scope.sub("experts").module()
+    shared = {}
+    if sizes.shared:
+        of_layer = scope.sub("shared")
+        shared = {part: of_layer.sub("gate_up").module(part) for part in sizes.w13.parts}
+        shared["down"] = of_layer.sub("down").module("down")
+    fused = FUSED.get(sizes.form)
+    alternating = fused is not None and fused.alternating
+    layer = LayerExperts(sizes.num_experts, sizes.local, sizes.padded_experts, alternating)
+    return scope.adapters.experts(layer, [rows_of(product) for product in products], module, shared)
+
+
+def rows_of(product: ExpertProduct) -> ProductRows:
+    """Returns which matrices a product is of, for their adapters."""
+    shards = zip(product.shards, product.at, strict=True)
+    matrices = tuple(ExpertMatrix(shard.part, shard.rows, shard.cols, begin) for shard, begin in shards)
+    return ProductRows(product.name, matrices, product.rows, product.cols)
 
 
 def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:

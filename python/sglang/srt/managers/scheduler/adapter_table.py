@@ -23,7 +23,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.leader import DrainSlots
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.adapters import AdapterLayers, HostAdapter
+    from sglang.srt.layers.adapter_memory import HostAdapter
+    from sglang.srt.layers.adapters import AdapterLayers
     from sglang.srt.managers.scheduler.schedule_batch import Req
     from sglang.srt.model_executor.model_runner import ModelRunner
 

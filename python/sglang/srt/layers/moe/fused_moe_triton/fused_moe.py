@@ -25,9 +25,11 @@ from sglang.srt.kernels.tile_configs import TileConfigs, Tiles, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_dequantized, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
-from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, swaps
+from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, MIXED, swaps
+from sglang.srt.layers.moe.pair_adapters import PairAdapters
 from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
+from sglang.srt.layers.triton_ops.activation import activate
 from sglang.srt.layers.triton_ops.expert_rows import look_up, place_blocks
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP
@@ -47,6 +49,7 @@ def fused_moe(
     configs: TileConfigs,
     features: Collection[str] = (),
     waves: Waves | None = None,
+    adapters: PairAdapters | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H] (rows contiguous, bfloat16 or float16, or with their
     quantized form), topk_weights [T, k] fp32, topk_ids [T, k] int32.
@@ -54,15 +57,17 @@ def fused_moe(
     w13 [E, 2I, H], or [E, I, H] without a gate, and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id
     of -1 adds nothing. `configs`: the plan's; tiles that do not launch are replaced by smaller fallbacks. `features`
     (of ArchTraits): of the GPU that the tiles are for. `waves`: weights and ids of one part of the pairs after the
-    other, in the place of all at once; may be gone through several times.
+    other, in the place of all at once; may be gone through several times. `adapters`: of a step whose tokens have LoRA
+    adapters.
     """
     values = values_of(x)
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     if topk_ids.numel() == 0:
         return out
     config = config_for(configs, len(topk_ids))
-    if config.variant == FEW and waves is not None:  # which adds up a token's experts while it multiplies
-        config = next(each for each in configs if each.variant != FEW)
+    by_block = waves is not None or adapters is not None  # FEW adds up a token's experts while it multiplies
+    if (config.variant == FEW and by_block) or (config.variant == MIXED and adapters is not None):
+        config = next(each for each in configs if each.variant not in (FEW, MIXED))
     if config.variant == FEW:
         table = w13.row_of_expert
         rows = topk_ids if table is None else look_up(topk_ids, table)
@@ -72,7 +77,10 @@ def fused_moe(
         in_turn = waves is not None and _scales_whole_tensor(w2)
 
         def attempt(tiles: Tiles) -> None:
-            pair_out = _pair_outputs(x, parts, activation, tiles, features, in_turn)
+            if adapters is not None:
+                pair_out = _adapted_outputs(x, parts, topk_ids, activation, tiles, features, adapters)
+            else:
+                pair_out = _pair_outputs(x, parts, activation, tiles, features, in_turn)
             kernels.combine_kernel[(len(values), triton.cdiv(w2.rows, COMBINE_BLOCK))](
                 pair_out, topk_weights, topk_ids, out, w2.rows,
                 TOP_K=topk_ids.shape[1], BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
@@ -224,17 +232,53 @@ def _down(
 ) -> torch.Tensor:
     """Returns the down projection [T * k, H], without the rows of choices of -1; `pair_out`, if it is there, with more
     of them."""
-    num_pairs, hidden, intermediate = topk_ids.numel(), w2.rows, w2.cols
     if pair_out is None:
-        pair_out = torch.empty((num_pairs, hidden), dtype=inter.dtype, device=inter.device)
-    w, a = matrix_of(w2), _operand(inter, w2)
-    grouped_kernels(w2).down_kernel[(blocks.max_blocks * triton.cdiv(hidden, tile["BLOCK_N"]),)](
-        a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, pair_out,
-        blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
-        num_pairs, hidden, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
-        **grouped_launch(product_for(w2), tile, intermediate, 0, features), **w.flags, **pdl.options(),
-    )  # fmt: skip
+        pair_out = torch.empty((topk_ids.numel(), w2.rows), dtype=inter.dtype, device=inter.device)
+    _multiply_pairs(_operand(inter, w2), w2, blocks, tile, features, pair_out)
     return pair_out
+
+
+def _multiply_pairs(
+    a: Operand, weights: ExpertWeights, blocks: ExpertBlocks, tile: Tile, features: Collection[str], out: torch.Tensor
+) -> None:
+    """Fills out [T * k, N] with the products of rows [T * k, K] and their experts' weights, but for choices of -1."""
+    w, rows, cols = matrix_of(weights), weights.rows, weights.cols
+    grouped_kernels(weights).down_kernel[(blocks.max_blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
+        a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, out,
+        blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
+        len(out), rows, cols, a.data.stride(0), a.scale_stride, *w.strides,
+        **grouped_launch(product_for(weights), tile, cols, 0, features), **w.flags, **pdl.options(),
+    )  # fmt: skip
+
+
+def _adapted_outputs(
+    x: Activations,
+    waves: Waves,
+    ids: torch.Tensor,
+    activation: Activation,
+    tiles: Tiles,
+    features: Collection[str],
+    adapters: PairAdapters,
+) -> torch.Tensor:
+    """Returns the outputs [T * k, H] of all pairs like `_pair_outputs`, with what LoRA adapters add. Gate and up are
+    written out, because adapters add to them before the activation; each pair has a row of x of its own there."""
+    values, (block_m, tile) = values_of(x), (tiles[0]["BLOCK_M"], tiles[1])
+    both: torch.Tensor | None = None
+    for w13, _, part in waves:
+        if both is None:  # zeros: what is made of a whole tensor must not see rows that were not written
+            make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
+            both = make((ids.numel(), w13.rows), dtype=values.dtype, device=values.device)
+        rows = _operand(x, w13).for_pairs(ids.shape[1])
+        _multiply_pairs(rows, w13, grouped_pairs(part, w13, block_m), tile, features, both)
+    assert both is not None
+    adapters.add_up(values, both, ids)
+    inter = activate(both, activation)
+    del both
+    out = torch.empty((len(inter), values.shape[1]), dtype=values.dtype, device=values.device)
+    for _, w2, part in waves:
+        _multiply_pairs(_operand(inter, w2), w2, grouped_pairs(part, w2, block_m), tile, features, out)
+    adapters.add_down(inter, out, ids)
+    return out
 
 
 def grouped_kernels(weights: ExpertWeights) -> ModuleType:
@@ -267,6 +311,18 @@ class Operand:
     scale: torch.Tensor
     scale_stride: int  # between rows; 0: one scale for all
     factor: torch.Tensor
+
+    def for_pairs(self, top_k: int) -> Operand:
+        """Returns the rows of tokens, each repeated for the token's `top_k` pairs."""
+        data, scale, factor = self.data.repeat_interleave(top_k, dim=0), self.scale, self.factor
+        if self.scale_stride:
+            scale = scale.repeat_interleave(top_k, dim=0)
+        return Operand(
+            data,
+            data if self.scale is self.data else scale,
+            scale.stride(0) if self.scale_stride else 0,
+            data if factor is self.data else factor,
+        )
 
 
 def _scales_whole_tensor(weights: ExpertWeights) -> bool:
