@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -273,3 +274,86 @@ def test_replaced_in_place(http: httpx.Client, folders: dict[str, Path]) -> None
     bad = http.post("/load_lora_adapter", json={"lora_name": "e", "lora_path": "nowhere", "load_inplace": True})
     assert bad.status_code == 400 and generate(http, lora_path="e") == a
     assert http.post("/unload_lora_adapter", json={"lora_name": "e"}).status_code == 200
+
+
+HOSTILE_CONFIGS: dict[str, tuple[bytes, str]] = {
+    "not finite": (
+        b'{"peft_type": "LORA", "r": 4, "lora_alpha": 1e999, "target_modules": ["q_proj", "v_proj"]}',
+        "alpha",
+    ),
+    "rank of 10^9": (b'{"peft_type": "LORA", "r": 1000000000, "target_modules": ["q_proj"]}', "rank"),
+    "rank of 10^4000": (b'{"peft_type": "LORA", "r": 1' + b"0" * 4000 + b"}", "r"),
+    "deep": (b'{"peft_type": "LORA", "r": 4, "auto_mapping": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "config"),
+    "large": (b'{"peft_type": "LORA", "x": "' + b"x" * (5 << 20) + b'"}', "4 MiB"),
+    "no object": (b"[1, 2]", "object"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_CONFIGS)
+def test_hostile_configs(http: httpx.Client, folders: dict[str, Path], case: str) -> None:
+    """From a directory and from a body: refused as the client's mistake, and nothing changes."""
+    config, said = HOSTILE_CONFIGS[case]
+    folder = folders["a"].parent / f"hostile {case}"
+    shutil.copytree(folders["a"], folder)
+    (folder / "adapter_config.json").write_bytes(config)
+    loaded = http.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folder)})
+    assert loaded.status_code == 400 and said in loaded.text, loaded.text[:500]
+    good = json.dumps(sent(folders["a"], "x") | {"config_dict": None}).encode()
+    body = good.replace(b'"config_dict": null', b'"config_dict": ' + config)
+    answer = http.post("/load_lora_adapter_from_tensors", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text[:500]
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "org:b"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_numbers_that_are_not_finite(http: httpx.Client, folders: dict[str, Path], value: float) -> None:
+    """The last one becomes so when it is multiplied by the factor."""
+    folder = folders["a"].parent / f"with {value}"
+    shutil.copytree(folders["a"], folder)
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    next(tensor for name, tensor in tensors.items() if "lora_B" in name)[0, 0] = value
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    for path, body in (
+        ("/load_lora_adapter", {"lora_name": "x", "lora_path": str(folder)}),
+        ("/load_lora_adapter_from_tensors", sent(folder, "x")),
+    ):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400 and "finite" in answer.text, answer.text
+    assert http.post("/generate", json={"text": "x", "lora_path": "x"}).status_code == 404
+
+
+def test_links(http: httpx.Client, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Files of an allowed directory that point elsewhere, to nothing, or to themselves."""
+    for number, target in enumerate(
+        (write(tmp_path / "elsewhere", 9) / "adapter_model.safetensors", tmp_path / "none", None)
+    ):
+        folder = folders["a"].parent / f"links {number}"
+        shutil.copytree(folders["a"], folder)
+        weights = folder / "adapter_model.safetensors"
+        weights.unlink()
+        weights.symlink_to(weights if target is None else target)
+        answer = http.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folder)})
+        assert answer.status_code == 400, answer.text
+        assert "elsewhere" not in answer.text.replace(str(folder), "")
+
+
+def test_files_that_change_after_an_adapter_has_left_main_memory(tmp_path: Path) -> None:
+    one, two, three = (write(tmp_path / f"{seed}", seed) for seed in range(3))
+    limits = ("--max-loras-per-batch", "1", "--max-loaded-loras", "2", "--max-lora-rank", "4")
+    rest = ("--allowed-local-lora-path", str(tmp_path))
+    with (
+        live_server("--lora-paths", f"one={one}", f"two={two}", *limits, *rest) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+    ):
+        before = generate(http, lora_path="one")
+        assert generate(http, lora_path="two") != before
+        assert http.post("/load_lora_adapter", json={"lora_name": "three", "lora_path": str(three)}).status_code == 200
+        generate(http, lora_path="two")  # so "one" has left
+        kept = (one / "adapter_model.safetensors").read_bytes()
+        (one / "adapter_model.safetensors").write_bytes((two / "adapter_model.safetensors").read_bytes())
+        for _ in range(2):
+            refused = http.post("/generate", json={"text": PROMPT, "lora_path": "one"})
+            assert refused.status_code == 400 and "has changed" in refused.text, refused.text
+        assert generate(http, lora_path="three") != before  # the others are served
+        (one / "adapter_model.safetensors").write_bytes(kept)
+        assert generate(http, lora_path="one") == before
