@@ -21,7 +21,7 @@ def adapters_of(service: OpenAIService, model: str | None, lora_path: AdapterNam
         return lora_path
     ours = f"{service.model_name}:"
     behind = model.removeprefix(ours) if model.startswith(ours) else model.partition(":")[2]
-    found = next((name for name in (model, behind) if adapters.find(name) is not None), None)
-    if found is None:
+    adapter = next((name for name in (model, behind) if adapters.find(name) is not None), None)
+    if adapter is None:
         raise ApiError(404, f"The model '{model[:256]}' does not exist", code="model_not_found", param="model")
-    return found
+    return adapter
