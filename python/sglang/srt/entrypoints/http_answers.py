@@ -81,6 +81,7 @@ _BY_PATH: dict[str, Schema] = {
         tokens={"anyOf": [_list(_COUNT), _list(_list(_COUNT))]}, count=_one_or_many(_COUNT), max_model_len=_COUNT
     ),
     "/load_lora_adapter": _record(success=_BOOLEAN, error_message=_TEXT, loaded_adapters=_OBJECT),
+    "/load_lora_adapter_from_tensors": _record(success=_BOOLEAN, error_message=_TEXT, loaded_adapters=_OBJECT),
     "/unload_lora_adapter": _record(success=_BOOLEAN, error_message=_TEXT, loaded_adapters=_OBJECT),
     "/detokenize": _record(text=_one_or_many(_TEXT)),
     "/parse_function_call": _record(

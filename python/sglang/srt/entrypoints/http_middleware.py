@@ -35,6 +35,7 @@ ADMIN_PATHS = frozenset(
     | {"/update_weight_version", "/get_weights_by_name", "/weights_checker"}
     | {"/release_memory_occupation", "/resume_memory_occupation", "/sleep", "/wake_up"}
     | {"/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    | {"/load_lora_adapter_from_tensors"}
 )
 """Routes by which a client affects other clients, or loads code; the same as in SGLang."""
 _ADMIN_PREFIXES = ("/unload", "/api/models/unload")

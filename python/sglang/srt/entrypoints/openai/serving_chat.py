@@ -10,7 +10,6 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.held_body import body_bytes
 from sglang.srt.entrypoints.http_stream import Events, until_disconnect
 from sglang.srt.entrypoints.long_json import LongJSON
-from sglang.srt.entrypoints.openai.adapter_names import check_model_name
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
@@ -32,7 +31,6 @@ from sglang.srt.managers.front.generation_stream import GenerationStream
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     """Answers `POST /v1/chat/completions`, whole or as a stream."""
-    check_model_name(service, body)
     head, rid = new_head("chatcmpl-", body, service, request)
     told, shows = UsageOptions.of(body), not body.hides_thoughts
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)

@@ -135,7 +135,7 @@ class TokenizerManager:
         self.adapters: ServedAdapters | None = None
         """LoRA adapters; None: the server takes none."""
         if args.enable_lora:
-            self.adapters = ServedAdapters(args, self.control, self._uses_adapter)
+            self.adapters = ServedAdapters(args, self.control, self._uses_adapter, Path(ports[0].root))
         self.weight_version = args.weight_version
         """Name of the weights that are served."""
         self.weights = WeightUpdates(self)
@@ -278,16 +278,25 @@ class TokenizerManager:
         if self.weights.under_way is not None:
             await self.weights.wait()
         await self._admit()
-        call = await self.preparer.prepare(req)
+        adapters = self.adapters if req.lora_path else None
+        adapter_ids = () if adapters is None else await adapters.hold(req.lora_path)
         try:
-            await self._admit()
-            stream = await self._submit(req, call, created)
+            stream = await self._prepare_and_submit(req, created)
         finally:
-            self.preparer.release(call)  # the sequences hold them by now
+            if adapters is not None:
+                adapters.release(adapter_ids)
         if req.on_submitted is not None:
             req.release_inputs()
             req.on_submitted(req.kept_bytes + stream.kept_bytes)
         return stream
+
+    async def _prepare_and_submit(self, req: GenerateRequest, created: float) -> GenerationStream:
+        call = await self.preparer.prepare(req)
+        try:
+            await self._admit()
+            return await self._submit(req, call, created)
+        finally:
+            self.preparer.release(call)  # the sequences hold them by now
 
     async def _submit(self, req: GenerateRequest, call: PreparedCall, created: float) -> GenerationStream:
         self._refuse_when_down()

@@ -107,7 +107,9 @@ class Scheduler:
         self.adapters: AdapterTable | None = None
         """LoRA adapters; None: the server takes none."""
         if self.plan.adapters is not None:
-            self.adapters = AdapterTable(runner, args.lora_eviction_policy, args.max_loaded_loras)
+            self.adapters = AdapterTable(
+                runner, args.lora_eviction_policy, args.max_loaded_loras, args.lora_drain_wait_threshold
+            )
         self.choice = PromptChoice(
             runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size,
             self.adapters,

@@ -32,7 +32,14 @@ from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision, SlowMask
+from sglang.srt.managers.scheduler.leader import (
+    DrainSlots,
+    EndReq,
+    GrammarVerified,
+    Heartbeat,
+    LeaderDecision,
+    SlowMask,
+)
 from sglang.srt.managers.scheduler.memory_control import BUSY, MemoryControl
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
@@ -147,6 +154,8 @@ class SchedulerProcess:
                 messages.append(Heartbeat())
             messages += [*self.decisions, *self.grammar_queue.decisions()]
             self.decisions.clear()
+            if isinstance(self.scheduler, Scheduler) and self.scheduler.adapters is not None:
+                messages += self.scheduler.adapters.decisions()
             inbox, end = self.inbox, self.inbox.num_bytes + RECV_BYTES
             while len(messages) < RECV_LIMIT and inbox.num_bytes < end and (message := inbox.recv_nowait()) is not None:
                 messages.append(message)
@@ -187,6 +196,8 @@ class SchedulerProcess:
             self.grammar_queue.build(message)
         elif isinstance(message, SlowMask):
             self.scheduler.note_slow_mask(message.rid, message.milliseconds)
+        elif isinstance(message, DrainSlots):
+            self._adapters().drain(message.rid)
         elif isinstance(message, Heartbeat):
             parallel_state.answer_heartbeat()
         elif isinstance(message, ArrayPart):
@@ -363,7 +374,8 @@ class SchedulerProcess:
 
     def _load_adapter(self, msg: ControlReq) -> ControlReply:
         if self.state.asleep:
-            return ControlReply(msg.id, False, self.state.problem)
+            self._adapters().forget_reading(msg.args["adapter"])
+            return ControlReply(msg.id, False, self.state.problem, {"status": 503})
         problem = self._adapters().end(msg.args["adapter"], msg.args["pinned"])
         return ControlReply(msg.id, not problem, problem)
 
