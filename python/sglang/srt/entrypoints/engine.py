@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sglang.srt.entrypoints.engine_weights import EngineWeights
 from sglang.srt.environ import adopt_environment
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.adapters import ServedAdapters
@@ -37,7 +38,7 @@ T = TypeVar("T")
 Result = dict[str, Any]
 
 
-class Engine:
+class Engine(EngineWeights):
     """The inference engine in this process: child processes that generate, and an event loop in a thread that talks to
     them.
 

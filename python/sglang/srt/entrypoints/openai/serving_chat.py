@@ -27,7 +27,6 @@ from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, Re
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
@@ -56,7 +55,7 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
                 "model": head.model,
                 "choices": choices,
                 "usage": usage.as_dict(),
-                "metadata": {"weight_version": WEIGHT_VERSION},
+                "metadata": {"weight_version": service.manager.weight_version},
                 **({"sglext": usage.extension()} if told.extension else {}),
             }
         )

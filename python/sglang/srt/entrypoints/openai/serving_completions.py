@@ -25,7 +25,6 @@ from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.utils.json_list import Pieces
 
@@ -64,7 +63,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
                 "model": head.model,
                 "choices": [_choice(echo, output, long) for output in outputs],
                 "usage": usage.as_dict(),
-                "metadata": {"weight_version": WEIGHT_VERSION},
+                "metadata": {"weight_version": service.manager.weight_version},
                 **({"sglext": usage.extension()} if told.extension else {}),
             }
         )

@@ -48,6 +48,7 @@ from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, Req
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_plan, load_runner
 from sglang.srt.managers.scheduler.scheduler_stats import Load
+from sglang.srt.managers.scheduler.weight_updates import CALLS, WeightUpdates
 from sglang.srt.managers.watchdog import Watchdog, heartbeat_seconds
 from sglang.srt.managers.wire import ipc, token_ids
 from sglang.srt.managers.wire.io_struct import (
@@ -117,6 +118,8 @@ class SchedulerProcess:
         self.arrays = ReceivedArrays(args, Path(ports.shared_arrays))
         self._encoder = token_ids.encoder()
         self._decoder = token_ids.decoder(list[SchedulerInput | LeaderDecision])
+        self.weights = WeightUpdates(args, runner, self.scheduler, self.memory)
+        self.watchdog: Watchdog | None = None
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
         self.timeouts = RequestTimeouts.from_environment()
         self._idle_load: Load | None = None
@@ -126,7 +129,8 @@ class SchedulerProcess:
 
     def run_forever(self) -> None:
         """Runs one step after the other; sleeps in `receive` while there is nothing to do."""
-        with Watchdog(self.args.watchdog_timeout) as watchdog:
+        with Watchdog(self.args.watchdog_timeout) as self.watchdog:
+            watchdog = self.watchdog
             while True:
                 if self.heartbeat_s is None or self.leader:  # shows other machines that the leader lives
                     watchdog.idle()
@@ -240,6 +244,10 @@ class SchedulerProcess:
 
     def control(self, msg: ControlReq) -> ControlReply:
         """Returns the answer to a control call."""
+        if msg.kind in CALLS:
+            if self.watchdog is not None:  # files and trainers take their time
+                self.watchdog.idle()
+            return self.weights.control(msg)
         handler = self._CONTROLS.get(msg.kind)
         if handler is None:
             return ControlReply(msg.id, ok=False, message=f"unknown control call {msg.kind!r}")
