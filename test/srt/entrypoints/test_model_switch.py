@@ -6,12 +6,16 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.model_switch import ASLEEP, AWAKE, ModelSwitch, Switched
 from sglang.srt.entrypoints.models_file import read_models
+from sglang.srt.entrypoints.openai.adapter_names import adapters_of
+from sglang.srt.entrypoints.several_models import SwitchingApp
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import RequestError
 
@@ -239,3 +243,33 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "c.gguf").write_bytes(b"")
     assert [each.name for each in read_models(str(tmp_path), [], "sglang serve").models] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("plain", "plain"), ("alias", "plain"), ("plain:latest", "plain"), ("tuned:sql", "tuned"), ("other:sql", "tuned"),
+        ("plain:sql", None), ("alias:sql", None), ("plain:", None), ("sql", None), ("none:sql", None),
+    ],
+)  # fmt: skip
+def test_names_of_models_and_adapters(name: str, model: str | None) -> None:
+    def served(name: str, alias: str, enable_lora: bool) -> Any:
+        args = SimpleNamespace(enable_lora=enable_lora)
+        return SimpleNamespace(named=SimpleNamespace(name=name, aliases=(alias,), args=args))
+
+    app = SwitchingApp([served("plain", "alias", False), served("tuned", "other", True)], made("ab")[0])
+    if model is not None:
+        assert app._named(name) == model
+        return
+    with pytest.raises(ApiError) as error:
+        app._named(name)
+    assert error.value.status == 404
+
+
+def test_an_alias_is_the_model_where_there_are_adapters() -> None:
+    adapters = SimpleNamespace(find=lambda name: name if name == "sql" else None)
+    service: Any = SimpleNamespace(manager=SimpleNamespace(adapters=adapters), model_name="m", aliases=frozenset({"a"}))
+    assert adapters_of(service, "a") is None
+    assert adapters_of(service, "a:sql") == "sql"
+    with pytest.raises(ApiError):
+        adapters_of(service, "b")

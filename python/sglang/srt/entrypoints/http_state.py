@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 
 from sglang.srt.entrypoints.http_errors import ApiError
@@ -21,9 +23,9 @@ class ServerState:
     """State of one server. `engine` is None until `connect` has ended. Requests are refused while `unavailable` returns
     a reason."""
 
-    def __init__(self, args: ServerArgs) -> None:
-        """Reads the --chat-template file. Raises UserError if that fails."""
-        self.args = args
+    def __init__(self, args: ServerArgs, aliases: Sequence[str] = ()) -> None:
+        """Reads the --chat-template file. aliases: other names of the model. Raises UserError if that fails."""
+        self.args, self._aliases = args, frozenset(aliases)
         self.engine: OpenAIService | None = None
         self.failure: str | None = None
         """Reason why the server is about to exit; None while it runs."""
@@ -52,6 +54,7 @@ class ServerState:
             chat_template=template,
             formats=model_formats(self.args, manager, template),
             model_name=self.model_name,
+            aliases=self._aliases,
             report_cached_tokens=self.args.enable_cache_report,
         )
 

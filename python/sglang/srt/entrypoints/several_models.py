@@ -39,6 +39,8 @@ UPSTREAM, NAMED = "/upstream/", "sglang.model"
 """The beginning of paths that name a model, and where the scope has the name of the model afterwards."""
 UNLOAD = "/api/models/unload"
 RESPONSES = "/v1/responses/"
+LATEST = "latest"
+"""What Ollama's clients put behind a name that has no tag."""
 LONG = 1 << 18
 """Bytes from which a body is not decoded on the event loop."""
 DRAIN_LIMIT_S = 600.0
@@ -56,7 +58,7 @@ class ServedModel:
 
     def __init__(self, named: NamedModel) -> None:
         """Raises UserError."""
-        self.named, self.state = named, ServerState(named.args)
+        self.named, self.state = named, ServerState(named.args, named.aliases)
         self.api = create_api(self.state)
         self.handle: EngineHandle | None = None
 
@@ -127,9 +129,12 @@ class SwitchingApp:
     def _named(self, name: str) -> str:
         """Returns the name of a model, given that, an alias, or either with an adapter behind a colon. Raises ApiError
         404."""
-        for each in (name, name.rpartition(":")[0]):
-            if (known := self._names.get(each, each)) in self._models:
-                return known
+        if (known := self._names.get(name, name)) in self._models:
+            return known
+        base, _, adapter = name.rpartition(":")
+        model = self._models.get(self._names.get(base, base))
+        if model is not None and (adapter == LATEST or model.named.args.enable_lora):
+            return model.named.name
         text = f"The model '{name[:256]}' does not exist; /v1/models lists those that do"
         raise ApiError(404, text, code="model_not_found", param="model")
 
@@ -161,7 +166,7 @@ class SwitchingApp:
             return _said(
                 {"running": [{"model": name, "state": state} for name, state in states.items() if state == AWAKE]}
             )
-        if path == "/unload" or path.startswith(UNLOAD):
+        if path in ("/unload", UNLOAD) or path.startswith(f"{UNLOAD}/"):
             if method != "POST":
                 raise ApiError(405, f"{method} is not allowed on {path}; it takes POST")
             name = path.removeprefix(UNLOAD).strip("/") if path.startswith(UNLOAD) else ""

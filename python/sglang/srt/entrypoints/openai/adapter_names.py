@@ -17,7 +17,7 @@ def adapters_of(service: OpenAIService, model: str | None, lora_path: AdapterNam
     and without any, `lora_path`. Raises ApiError 404 for other names on servers that take adapters: the answers would
     be those of the model alone."""
     adapters = service.manager.adapters
-    if adapters is None or not model or model == service.model_name:
+    if adapters is None or not model or model == service.model_name or model in service.aliases:
         return lora_path
     ours = f"{service.model_name}:"
     behind = model.removeprefix(ours) if model.startswith(ours) else model.partition(":")[2]

@@ -38,6 +38,8 @@ class OpenAIService:
     model_name: str
     report_cached_tokens: bool
     formats: ModelFormats
+    aliases: frozenset[str] = frozenset()
+    """Other names of the model, on a server of several."""
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -39,10 +39,18 @@ class Sleeper:
     """Puts the engine to sleep and wakes it. One change is made after another, and one that has begun is completed even
     if its client leaves."""
 
-    def __init__(self, state: EngineState, control: Control, abort_all: Callable[[], None], wakes: bool) -> None:
-        """control(kind, args, timeout, undo): the tokenizer manager's. wakes: whether a request wakes the server."""
+    def __init__(
+        self,
+        state: EngineState,
+        control: Control,
+        abort_all: Callable[[], None],
+        is_paused: Callable[[], bool],
+        wakes: bool,
+    ) -> None:
+        """control(kind, args, timeout, undo): the tokenizer manager's. is_paused(): whether generation is paused.
+        wakes: whether a request wakes the server."""
         self.state, self.totals, self.wakes = state, SleepTotals(), wakes
-        self._control, self._abort_all = control, abort_all
+        self._control, self._abort_all, self._is_paused = control, abort_all, is_paused
         self._changing = asyncio.Lock()
         self._leaving = self._paused = False
         """Whether it is going to sleep; whether requests wait for the end of the sleep."""
@@ -86,7 +94,7 @@ class Sleeper:
                 if mode == ABORT:
                     self._abort_all()
                 elif mode == KEEP:
-                    self._paused = True
+                    self._paused = self._paused or not self._is_paused()  # a client's pause outlasts the sleep
                     await self._ask("pause", {"mode": "retract"})
                 undo = Undo("wake", {"tags": self.state.to_sleep(tags)})
                 args = {"tags": tags, "keep_weights": keep_weights}

@@ -110,7 +110,9 @@ class TokenizerManager:
         self.sleeper: Sleeper | None = None
         """Puts the engine to sleep and wakes it; None: its memory cannot be given back."""
         if args.enable_memory_saver:
-            self.sleeper = Sleeper(self.state, self.control, self.abort_all, args.wake_on_request)
+            self.sleeper = Sleeper(
+                self.state, self.control, self.abort_all, lambda: self.weights.paused, args.wake_on_request
+            )
         self.last_receive_time = time.monotonic()
         """time.monotonic() of the last message from an engine."""
         self.replicas = [Replica(index, each) for index, each in enumerate(ports)]
@@ -275,8 +277,6 @@ class TokenizerManager:
         """Checks, tokenizes and sends a call. Raises RequestError; then nothing was sent."""
         created = time.monotonic()
         self._refuse_when_down()
-        if self.weights.under_way is not None:
-            await self.weights.wait()
         await self._admit()
         adapters = self.adapters if req.lora_path else None
         adapter_ids = () if adapters is None else await adapters.hold(req.lora_path)
@@ -398,12 +398,17 @@ class TokenizerManager:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
 
     async def _admit(self) -> None:
-        """Returns if the engine's memory and weights can serve requests, perhaps after waking it. Raises RequestError
-        503."""
-        if self.sleeper is not None:
-            await self.sleeper.admit()
-        elif not self.state.serves:
-            raise RequestError(self.state.problem, 503, retry_after=RETRY_AFTER_S)
+        """Returns once no update holds requests back and the engine's memory and weights can serve them, perhaps after
+        waking it. Raises RequestError 503."""
+        while True:
+            if self.weights.under_way is not None:
+                await self.weights.wait()
+            if self.sleeper is not None:
+                await self.sleeper.admit()
+            elif not self.state.serves:
+                raise RequestError(self.state.problem, 503, retry_after=RETRY_AFTER_S)
+            if self.weights.under_way is None:  # none has begun during a wake
+                return
 
     def replica_for(self, ids: Sequence[int] | Ids, wanted: int | None) -> int:
         """Returns the index of the replica for a sequence: `wanted`, as long as that one serves."""

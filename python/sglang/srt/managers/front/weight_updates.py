@@ -103,10 +103,10 @@ class WeightUpdates:
         async with self._quiet(how):
             try:
                 await self._ask("stage_weights", {"path": str(folder), "load_format": load_format or "auto"})
+                await self._ask("commit_weights", self._change(how))
             except RequestError:
                 await self._manager.control("drop_weights", {}, UPDATE_LIMIT_S)
                 raise
-            await self._ask("commit_weights", self._change(how))
             self.model_path = model_path
             return await self._settle("The weights were replaced.", how), self._num_paused()
 
@@ -173,9 +173,12 @@ class WeightUpdates:
 
     async def check(self, action: str, selector: str, skip: list[str]) -> dict[str, Any]:
         """Hashes, keeps or compares the weights."""
-        data = await self._ask(
-            "check_weights", {"action": action, "selector": selector, "skip": skip, "key": uuid.uuid4().hex}
-        )
+        asked = {"action": action, "selector": selector, "skip": skip, "key": uuid.uuid4().hex}
+        if action == "reset_tensors":  # requests that run would go on with zeros
+            async with self._quiet(UpdateOptions()):
+                data = await self._ask("check_weights", asked)
+        else:
+            data = await self._ask("check_weights", asked)
         if "per_gpu_checksum" not in data:
             return {}
         layout = self._manager.args

@@ -122,6 +122,7 @@ class WeightUpdates:
         return served.stage(path, sent, to_draft, load_format, seed, device)
 
     def _write(self, pairs: list[TensorPair], args: dict[str, Any]) -> None:
+        self.state.refuse_without_weights()  # a sleep may have come since they were staged
         self.scheduler.sync()
         try:
             commit(pairs)
@@ -316,7 +317,7 @@ class WeightUpdates:
         self.state.refuse_without_weights()
         if why := self.served.refuse():
             raise UserError(f"the weights of this server cannot be replaced: {why}")
-        if self.runner.media is not None and any(req.slot for req in self.scheduler.reqs.values()):
+        if any(req.slot and req.media is not None for req in self.scheduler.reqs.values()):
             raise StateError("requests run, whose images were read with the old weights: pause with abort or retract")
 
     def _on_all_ranks(self, work: Callable[[], None], undo: Callable[[Mapping[str, Any]], Any] | None = None) -> None:

@@ -1,0 +1,67 @@
+"""Updates of weights, sleeps and pauses that meet: what each of them leaves to the others."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sglang.srt.managers.front.sleeper import KEEP, Sleeper
+from sglang.srt.managers.front.weight_updates import WeightUpdates as Updates
+from sglang.srt.managers.scheduler.weight_updates import WeightUpdates
+from sglang.srt.managers.wire.io_struct import ControlReply, ControlReq
+from sglang.srt.utils.engine_state import TAGS, EngineState
+
+
+def test_a_commit_after_a_sleep_is_refused() -> None:
+    """The sleep came while the new weights were staged."""
+    memory = cast(Any, SimpleNamespace(state=EngineState()))
+    updates = WeightUpdates(cast(Any, None), cast(Any, None), cast(Any, None), memory)
+    updates._staged = []
+    memory.state.slept(TAGS, True)
+    reply = updates.control(ControlReq(1, "commit_weights", {"key": "k", "version": None}))
+    assert not reply.ok and "asleep" in reply.message
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_pause_of_a_client_outlasts_the_sleep(paused: bool) -> None:
+    asked: list[str] = []
+    scheduler = EngineState()
+
+    async def control(kind: str, args: dict[str, Any], timeout: float, undo: Any) -> ControlReply:
+        asked.append(kind)
+        if kind == "sleep":
+            scheduler.slept(args["tags"], True)
+        elif kind == "wake":
+            scheduler.woke(args["tags"])
+        return ControlReply(1, data={"state": scheduler.to_wire()})
+
+    async def main() -> None:
+        sleeper = Sleeper(EngineState(), control, lambda: None, lambda: paused, False)
+        await sleeper.sleep(None, True, KEEP)
+        await sleeper.wake()
+
+    asyncio.run(main())
+    assert asked == ["pause", "sleep", "wake", *(() if paused else ("resume",))]
+
+
+def test_weights_are_reset_once_no_request_runs() -> None:
+    asked: list[int] = []
+    front = SimpleNamespace(args=SimpleNamespace(model_path="m"), num_unfinished=1, state=EngineState())
+
+    async def control(*_: Any) -> ControlReply:
+        asked.append(front.num_unfinished)
+        return ControlReply(1)
+
+    async def main() -> None:
+        front.control = control
+        reset = asyncio.create_task(Updates(cast(Any, front)).check("reset_tensors", "all", []))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        front.num_unfinished = 0
+        await reset
+
+    asyncio.run(main())
+    assert asked == [0]
