@@ -118,7 +118,8 @@ def engine_of(path: str, **flags: Any) -> Any:
 
     return sglang.Engine(
         model_path=path, load_format="dummy", skip_tokenizer_init=True, random_seed=1, enable_memory_saver=True,
-        enable_weights_cpu_backup=True, context_length=4096, max_running_requests=16, cuda_graph_max_bs=16, disable_radix_cache=True, **flags,
+        enable_weights_cpu_backup=True, context_length=4096, max_running_requests=16, cuda_graph_max_bs=16,
+        disable_radix_cache=True, **flags,
     )  # fmt: skip
 
 
