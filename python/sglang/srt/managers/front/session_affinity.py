@@ -24,8 +24,8 @@ session_id: ContextVar[bytes | None] = ContextVar("session_id", default=None)
 def session_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """Returns the session that a request's headers name; None without one. Names of headers are in lower case."""
     given = {name: value.strip() for name, value in headers if name in SESSION_HEADERS}
-    found = next((given[name] for name in SESSION_HEADERS if given.get(name)), None)
-    return None if found is None or len(found) > MAX_ID_BYTES else found
+    session = next((given[name] for name in SESSION_HEADERS if given.get(name)), None)
+    return None if session is None or len(session) > MAX_ID_BYTES else session
 
 
 class SessionReplicas:
