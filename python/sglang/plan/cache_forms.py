@@ -1,4 +1,4 @@
-"""The table of `sglang plan` that shows how many tokens a layout holds by the form of its cache, and what each costs."""
+"""The table of `sglang plan` with the tokens of a layout by the form of its cache, and what each form costs."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def cache_forms(
 ) -> tuple[CacheForm, ...]:
     """Plans a layout with its cache in the model's own dtype, in eight and in four bits. args, explained: of the layout
     as the flags ask for it."""
-    own = explained.parallel.dtype
-    bits = 32 if own == "float32" else 16
+    model_dtype = explained.parallel.dtype
+    bits = 32 if model_dtype == "float32" else 16
     forms = []
-    for width, dtype in ((bits, own), (8, "fp8_e4m3"), (4, FP4_KV)):
+    for width, dtype in ((bits, model_dtype), (8, "fp8_e4m3"), (4, FP4_KV)):
         form = CacheForm(width, dtype, dtype == explained.parallel.kv_dtype)
         if width < bits and not explained.model.caches_in_fp8:
             forms.append(replace(form, refused=NO_EIGHT_BITS))

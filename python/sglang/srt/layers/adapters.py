@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from sglang.srt.configs.adapters.config import CONFIG_NAME
 from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.errors import UserError
 from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter
@@ -135,7 +136,7 @@ class AdapterLayers(AdapterMemory):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ordered: Any = None
         """The tokens of a step as the kernels take them."""
-        self.names = plan.description.names
+        self.names = plan.description.names.with_text_names()
         self.expert_kernel = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
         self.experts_of: dict[str, AdapterExperts] = {}
         """The experts of a layer, by the layer's name without what stands before it."""
@@ -195,6 +196,8 @@ class AdapterLayers(AdapterMemory):
         # One version of PEFT wrote all of them, and some sizes do not tell.
         exchanged = any(isinstance(target, ExpertPlace) and target.is_exchanged(pair) for target, _, pair in pairs)
         pairs = [(target, module, replace(pair, exchanged=exchanged)) for target, module, pair in pairs]
+        if self.plan.strict:
+            self._refuse_missing(files)
         pinned = self.device.type == "cuda"
         adapter = HostAdapter({}, torch.zeros((len(self.ranks), 1), dtype=torch.int32, pin_memory=pinned))
         try:
@@ -213,10 +216,24 @@ class AdapterLayers(AdapterMemory):
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
+    def _names_of(self, module: str) -> tuple[str, str]:
+        """Returns the names that a module of an adapter may have in the checkpoint."""
+        name = self.names.canonical(f"{module}.weight").removesuffix(".weight")
+        return name, f"model.{name}"
+
+    def _refuse_missing(self, files: AdapterFiles) -> None:
+        """Raises UserError if the adapter lacks a linear layer that its config names."""
+        there = {name for module in files.pairs for name in self._names_of(module)}
+        missing = next((name for name in self.places if name not in there and files.config.names(name)), None)
+        if missing is not None:
+            raise UserError(
+                f"{files.folder}: {missing} has no lora_A and lora_B, but {CONFIG_NAME} names it in target_modules"
+                " (--lora-strict-loading)."
+            )
+
     def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace:
         """Returns where A and B of a module go. Raises UserError if the model has none of that name or size."""
-        name, pair = self.names.canonical(f"{module}.weight").removesuffix(".weight"), files.pairs[module]
-        names = name, f"model.{name}"
+        names, pair = self._names_of(module), files.pairs[module]
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
         if place is not None:
             place.experts.check(place.module, pair, f"{files.folder}: {module}")
