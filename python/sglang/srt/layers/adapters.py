@@ -131,7 +131,7 @@ class AdapterLayers(AdapterMemory):
         self.ordered: Any = None
         """The tokens of a step as the kernels take them."""
         self.names = plan.description.names
-        self.expert_kernel = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
+        self.expert_kernels = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
         self.experts_of: dict[str, AdapterExperts] = {}
         """The experts of a layer, by the layer's name without what stands before it."""
         self.shared_experts: dict[str, ExpertPlace] = {}
@@ -164,12 +164,12 @@ class AdapterLayers(AdapterMemory):
     ) -> AdapterExperts | None:
         """Returns memory for the adapters of a layer's experts; None if they have none. module: a name of one of them,
         or that of all; shared: the module of each matrix of the shared expert, where it is held among the others."""
-        assert self.expert_kernel is not None
+        assert self.expert_kernels is not None
         named = EXPERT_MODULE.fullmatch(module)
         base = module if named is None else named["experts"]
         if not base.endswith(".experts") or not self.plan.serves_experts(EXPERT_MODULES):
             return None
-        experts = self.experts_of[self.key_of(base)] = AdapterExperts(self, self.expert_kernel, layer, products)
+        experts = self.experts_of[self.key_of(base)] = AdapterExperts(self, self.expert_kernels, layer, products)
         for part, name in shared.items():
             self.shared_experts[name] = ExpertPlace(experts, f"{part}_proj", layer.count)
         return experts

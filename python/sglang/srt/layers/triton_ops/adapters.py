@@ -4,8 +4,8 @@ output (expand). Reference: `layers/native_adapters`.
 Tokens of several adapters lie mixed in a step. Once for all layers they are ordered by adapter and cut into chunks, so
 that a program has tokens of one adapter, and a CUDA graph serves any mixture: it has as many chunks as there may be.
 Programs share the inner dimension of A, because there would be too few of them to read A at the memory's speed; their
-partial sums are added where they are read, always in the same order. The second kernel reads B and the output before it
-waits for the first one.
+partial sums are added where they are read, always in the same order. The second kernel reads B before it waits for the
+kernels ahead of it, the first one and the product.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ def expand_kernel(
     weight = tl.load(b_rows, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
     at = out + token.to(tl.int64)[:, None] * out_stride + begin + col[None, :]
     changes = some[:, None] & inside[None, :]
-    before = tl.load(at, mask=changes, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if rank > 0:
+        before = tl.load(at, mask=changes, other=0.0)  # after the wait: the product may be the kernel ahead
         stride = num_tokens.to(tl.int64) * width
         low_rows = low + (first + place).to(tl.int64)[:, None] * width + part * R + r[None, :]
         here = some[:, None] & (r < rank)[None, :]
