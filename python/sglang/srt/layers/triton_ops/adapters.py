@@ -4,8 +4,7 @@ output (expand). Reference: `layers/native_adapters`.
 Tokens of several adapters lie mixed in a step. Once for all layers they are ordered by adapter and cut into chunks, so
 that a program has tokens of one adapter, and a CUDA graph serves any mixture: it has as many chunks as there may be.
 Programs share the inner dimension of A, because there would be too few of them to read A at the memory's speed; their
-partial sums are added where they are read, always in the same order. The second kernel reads B before it waits for the
-kernels ahead of it, the first one and the product.
+partial sums are added where they are read, always in the same order.
 """
 
 from __future__ import annotations
@@ -91,13 +90,17 @@ def shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     chunk = chunks + tl.program_id(0) * 3
     slot, first, count = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    place = tl.arange(0, BLOCK_M)
+    here = place < count
+    token = tl.load(order + first + place, mask=here, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if slot > 0:
-        place = tl.arange(0, BLOCK_M)
-        here = place < count
-        token = tl.load(order + first + place, mask=here, other=0)
         rank = tl.load(ranks + slot - 1)
         blocks = tl.cdiv(R, BLOCK_R)
         part, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
@@ -166,7 +169,7 @@ def expand_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if rank > 0:
-        before = tl.load(at, mask=changes, other=0.0)  # after the wait: the product may be the kernel ahead
+        before = tl.load(at, mask=changes, other=0.0)
         stride = num_tokens.to(tl.int64) * width
         low_rows = low + (first + place).to(tl.int64)[:, None] * width + part * R + r[None, :]
         here = some[:, None] & (r < rank)[None, :]
@@ -221,7 +224,7 @@ def _order_many(slots: torch.Tensor, num_slots: int, num_chunks: int, rows: int)
     return Chunks(order, torch.where((index < num_slots)[:, None], table, 0).to(torch.int32), rows)
 
 
-def shrink(x: torch.Tensor, chunks: Chunks, weights: AdapterWeights) -> torch.Tensor:
+def shrink(x: torch.Tensor, chunks: Chunks, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
     """Returns A x in partial sums [spans, T, P * R] fp32, by place in the order. Rows of x are contiguous."""
     num_tokens, size = x.shape
     _, num_parts, rank, _ = weights.a.shape
@@ -233,6 +236,7 @@ def shrink(x: torch.Tensor, chunks: Chunks, weights: AdapterWeights) -> torch.Te
     shrink_kernel[(len(chunks.table), num_parts * triton.cdiv(rank, block_r), spans)](
         x, weights.a, chunks.order, chunks.table, weights.ranks, low, num_tokens, size, rank, x.stride(0), SPAN=span,
         BLOCK_M=chunks.rows, BLOCK_K=BLOCK_K, BLOCK_R=block_r, num_warps=4, num_stages=4 if few else 2,
+        **({"PDL": False} if aside else pdl.options()),
     )  # fmt: skip
     return low
 
