@@ -22,17 +22,26 @@ def hidden_states_of_llama_cpp(file: str, prompts: Sequence[Sequence[int]], devi
     import llama_cpp
     import numpy as np
 
-    most = max(map(len, prompts))
-    model = llama_cpp.Llama(
-        file, n_ctx=most, n_batch=most, n_ubatch=most, embedding=True, pooling_type=llama_cpp.LLAMA_POOLING_TYPE_NONE,
-        n_gpu_layers=-1 if device == "cuda" else 0, verbose=False,
-    )  # fmt: skip
-    states = []
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(quiet, None)
+    llama_cpp.llama_backend_init()
+    model_params, params = llama_cpp.llama_model_default_params(), llama_cpp.llama_context_default_params()
+    model_params.n_gpu_layers = 999 if device == "cuda" else 0
+    model_params.use_extra_bufts = False  # weights stay in the file's blocks
+    params.n_threads = params.n_threads_batch = torch.get_num_threads()
+    params.n_ctx = params.n_batch = params.n_ubatch = max(map(len, prompts))
+    params.embeddings, params.pooling_type = True, llama_cpp.LLAMA_POOLING_TYPE_NONE
+    model = llama_cpp.llama_model_load_from_file(file.encode(), model_params)
+    context = llama_cpp.llama_init_from_model(model, params)
+    size, states = llama_cpp.llama_model_n_embd(model), []
     for ids in prompts:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(model.ctx), True)
-        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * len(ids))(*ids), len(ids))
-        if status := llama_cpp.llama_decode(model.ctx, batch):
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        tokens = (llama_cpp.llama_token * len(ids))(*ids)  # which the batch points to
+        batch = llama_cpp.llama_batch_get_one(tokens, len(ids))
+        if status := llama_cpp.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode returned {status}")
-        values = np.ctypeslib.as_array(llama_cpp.llama_get_embeddings(model.ctx), (len(ids), model.n_embd()))
+        values = np.ctypeslib.as_array(llama_cpp.llama_get_embeddings(context), (len(ids), size))
         states.append(torch.from_numpy(values.copy()))
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
     return states

@@ -43,7 +43,7 @@ def serve(argv: Sequence[str] | None, prog: str) -> None:
 
     adopt_environment()
     words = list(sys.argv[1:] if argv is None else argv)
-    if (models := _taken(words, "--models")) is not None:
+    if (models := take_flag(words, "--models")) is not None:
         serve_models(models, words, prog)
         return
     args = ServerArgs.from_cli(words, prog)
@@ -63,7 +63,7 @@ def serve(argv: Sequence[str] | None, prog: str) -> None:
     launch_server(args)
 
 
-def _taken(words: list[str], flag: str) -> str | None:
+def take_flag(words: list[str], flag: str) -> str | None:
     """Takes a flag out of the words of a command line, and returns its value; None: it is not there. Raises
     UserError."""
     for index, word in enumerate(words):

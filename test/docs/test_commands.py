@@ -28,6 +28,7 @@ from docs.commands import ROOT, Command, commands
 from sglang import cli, explain
 from sglang.cli import COMMANDS, with_model
 from sglang.embedded import SEEING_PATH
+from sglang.launch_server import take_flag
 from sglang.plan.layouts import GIB
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
@@ -162,6 +163,8 @@ def test_flags_of_the_server_exist(command: Command) -> None:
     else:
         words = words[2:]
     try:
+        words = list(words)
+        take_flag(words, "--models")
         ServerArgs.from_cli(with_model(words))
     except UserError as error:
         pytest.fail(str(error))

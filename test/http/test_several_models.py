@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +15,11 @@ import httpx
 import psutil
 import pytest
 import yaml
-from live_server import LAUNCH, LiveServer
+from live_server import LiveServer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
+PAGE = Path(__file__).parents[2] / "docs" / "several_models.md"
 MODELS: dict[str, Any] = {
     "first": {"flags": {"model-path": DEFAULT_MODEL_PATH, "max-total-tokens": 2048}, "aliases": ["gpt-4o", "org/name"]},
     "second": {"flags": {"model-path": DEFAULT_MODEL_PATH, "max-total-tokens": 1024, "context-length": 512}},
@@ -24,9 +29,7 @@ MODELS: dict[str, Any] = {
 def started(folder: Path, **more: Any) -> LiveServer:
     file = folder / "models.yaml"
     file.write_text(yaml.safe_dump({"models": MODELS, "min_stay": 0, **more}))
-    server = LiveServer.__new__(LiveServer)
-    server.__init__("--models", str(file), "--model-path", DEFAULT_MODEL_PATH, launch=LAUNCH)  # type: ignore[misc]
-    return server.wait_up()
+    return LiveServer("--models", str(file), "--model-path", DEFAULT_MODEL_PATH).wait_up()
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +109,61 @@ def memory_of(pid: int) -> int:
     return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)])
 
 
-def test_swaps_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.thorough)])
+def test_swaps_leave_nothing_behind(swaps: int, tmp_path: Path) -> None:
     """And one model goes on when the other one's process has been killed."""
     server = started(tmp_path)
     try:
         with httpx.Client(base_url=server.url, timeout=120) as http:
             expected = text(http, "first")
             pid, sizes = server.process.pid, list[int]()
-            for swap in range(41):
+            for swap in range(swaps):
                 assert text(http, ("second", "first")[swap % 2]) == expected
-                if swap % 20 == 0:
-                    sizes.append(memory_of(pid))
-            assert sizes[-1] - sizes[1] < 8 << 20
-            (victim,) = http.get("/upstream/second/server_info").json()["process_ids"]
+                sizes.append(memory_of(pid))
+            assert sizes[-1] - sizes[swaps // 2] < 8 << 20
+            by_size = sorted(psutil.Process(pid).children(recursive=True), key=lambda each: each.memory_info().rss)
+            by_size[-1].kill()  # the scheduler of one of them
+            while server.health() == 200 and {ask(http, name).status_code for name in MODELS} == {200}:
+                pass
+            assert server.health() == 200
+            assert sorted(ask(http, name).status_code for name in MODELS) == [200, 503]
+            assert "failed" in states(http).values()
+    finally:
+        server.end()
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """The file and the commands of the page, with the embedded model in the place of its models."""
+    page = PAGE.read_text()
+    file = page.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "models.yaml").write_text(re.sub(r"model-path: [^,}]+", f"model-path: {DEFAULT_MODEL_PATH}", file))
+    lines = page.partition("```sh\n")[2].partition("```")[0].splitlines()
+    serve, *curls = (shlex.split(line.partition("   # GPU")[0]) for line in lines)
+    assert serve[:4] == ["sglang", "serve", "--models", "models.yaml"]
+    words = ("--models", str(tmp_path / "models.yaml"), "--max-total-tokens", "2048", "--context-length", "2048")
+    server = LiveServer(*words, "--model-path", DEFAULT_MODEL_PATH).wait_up()
+    try:
+        for curl in curls:
+            words_of = [word.replace("http://127.0.0.1:30000", server.url) for word in curl]
+            done = subprocess.run([*words_of, "--fail", "--silent"], capture_output=True, text=True, check=True)
+            assert json.loads(done.stdout)
+        cards = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [(card["id"], card["state"]) for card in cards] == [("qwen", "asleep"), ("coder", "asleep")]
+    finally:
+        server.end()
+
+
+def test_keys_are_those_of_the_route(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": {"first": MODELS["first"]}}))
+    keys = ("--api-key", "user", "--admin-api-key", "boss")
+    server = LiveServer("--models", str(file), "--model-path", DEFAULT_MODEL_PATH, *keys).wait_up()
+    paths = ("/unload", "/api/models/unload/first", "/upstream/first/flush_cache", "/upstream/first/abort_request/")
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            assert ask(http, "first").status_code == http.get("/upstream/first/v1/models").status_code == 401
+            for path in paths:
+                assert http.post(path, headers={"x-api-key": "user"}).status_code == 403, path
+                assert http.post(path, headers={"x-api-key": "boss"}).status_code != 403, path
     finally:
         server.end()

@@ -403,7 +403,8 @@ def test_a_probe_that_has_left_asks_for_nothing() -> None:
             left.append(True)
 
     args = SimpleNamespace(is_embedding=False)
-    manager = SimpleNamespace(args=args, submit=submit, last_receive_time=0.0)
+    awake = SimpleNamespace(asleep=())
+    manager = SimpleNamespace(args=args, submit=submit, last_receive_time=0.0, state=awake)
     state = SimpleNamespace(require_engine=lambda: SimpleNamespace(manager=manager))
     app = SimpleNamespace(state=SimpleNamespace(server=state))
     exchange = Exchange({"type": "http.disconnect"})

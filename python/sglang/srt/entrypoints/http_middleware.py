@@ -34,6 +34,8 @@ ADMIN_PATHS = frozenset(
     | {"/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
 """Routes by which a client affects other clients, or loads code; the same as in SGLang."""
+_ADMIN_PREFIXES = ("/unload", "/api/models/unload")
+"""Beginnings of routes by which a client puts models to sleep, on a server of several."""
 _ANY_TYPE_PATHS = ("/api/",)
 """Prefixes of Ollama's routes, whose bodies are JSON whatever their content type: `curl -d` sends another one."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
@@ -49,6 +51,10 @@ _TOO_MANY_HEADERS = ApiError(431, f"the headers are larger than {MAX_HEAD_BYTES}
 def is_open(path: str) -> bool:
     """Returns whether `path` needs no API key."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
+
+
+def _is_admin(path: str) -> bool:
+    return path in ADMIN_PATHS or path.startswith(_ADMIN_PREFIXES)
 
 
 def takes_any_type(path: str) -> bool:
@@ -159,7 +165,7 @@ class RequestGate:
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         """Returns why the request's key is not sufficient, None if it is."""
-        is_admin = self._admin_key is not None and scope["path"] in ADMIN_PATHS
+        is_admin = self._admin_key is not None and _is_admin(scope["path"])
         expected = self._admin_key if is_admin else self._key
         if expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
             return None

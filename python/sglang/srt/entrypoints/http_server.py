@@ -33,6 +33,7 @@ from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.managers.engine_processes import EngineError
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.launch import EngineHandle, launch_engine
 from sglang.srt.managers.reap import close_together
 from sglang.srt.server_args import ServerArgs
@@ -143,6 +144,10 @@ def _use_uvloop() -> None:
     except ImportError:
         return
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+
+
+async def _drain_all(managers: Sequence[TokenizerManager]) -> bool:
+    return all(await asyncio.gather(*(manager.drain(envs.SGLANG_DRAIN_TIMEOUT) for manager in managers)))
 
 
 class _HttpServer(uvicorn.Server):
@@ -332,7 +337,7 @@ class Server:
             manager.begin_shutdown()
         if count := sum(manager.num_unfinished for manager in managers):
             logger.info("Shutting down: waiting for %d requests.", count)
-        draining = asyncio.gather(*(manager.drain(envs.SGLANG_DRAIN_TIMEOUT) for manager in managers))
+        draining = asyncio.ensure_future(_drain_all(managers))
         hurried = asyncio.ensure_future(self._stop_now.wait())
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait({draining, hurried, died}, return_when=asyncio.FIRST_COMPLETED)

@@ -79,9 +79,9 @@ def _model(name: str, said: Any, common: Sequence[str], shared: ServerArgs, prog
         args = ServerArgs.from_cli([*common, *words], prog)
     except UserError as error:
         raise UserError(f"the model {name!r} of --models: {error}") from None
-    own = next((field for field in OF_THE_SERVER if getattr(args, field) != getattr(shared, field)), None)
-    if own is not None:
-        flag = f"--{own.replace('_', '-')}"
+    clash = next((field for field in OF_THE_SERVER if getattr(args, field) != getattr(shared, field)), None)
+    if clash is not None:
+        flag = f"--{clash.replace('_', '-')}"
         raise UserError(f"the model {name!r} of --models: {flag} is of the whole server; give it beside --models")
     if args.node_rank or args.nnodes > 1 or args.use_ray or args.attn_dp_size > 1:
         raise UserError(f"the model {name!r} of --models: --nnodes, --use-ray and --attn-dp-size do not go with it")

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 SWITCHED = frozenset({"/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"})
 """Routes of a single model's sleep, which would contradict the switch."""
-UPSTREAM = "/upstream/"
+UPSTREAM, NAMED = "/upstream/", "sglang.model"
+"""The beginning of paths that name a model, and where the scope has the name of the model afterwards."""
 UNLOAD = "/api/models/unload"
 RESPONSES = "/v1/responses/"
 DRAIN_LIMIT_S = 600.0
@@ -91,14 +91,12 @@ class SwitchingApp:
             return
         path = scope["path"]
         try:
-            own = await self._own_answer(scope["method"], path)
-            if own is not None:
-                await own(scope, receive, send)
-                return
-            if path.startswith(UPSTREAM):
-                name, _, rest = path.removeprefix(UPSTREAM).partition("/")
-                scope = {**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}
-                await self._pass_on(self._named(unquote(name)), scope, receive, send)
+            if not self.ready:
+                raise ApiError(503, "the server is starting")
+            if (name := scope.get(NAMED)) is not None:
+                await self._pass_on(self._named(name), scope, receive, send)
+            elif (answer := await self._own_answer(scope["method"], path)) is not None:
+                await answer(scope, receive, send)
             elif scope["method"] in ("POST", "PUT"):
                 body = await _whole_body(receive)
                 await self._pass_on(self._model_of(path, body), scope, _replayed(body, receive), send)
@@ -145,8 +143,6 @@ class SwitchingApp:
     async def _own_answer(self, method: str, path: str) -> ASGIApp | None:
         """Returns the answer of a route about all models; None for others."""
         states = {name: each.state for name, each in self._switch.models.items()}
-        if not self.ready:
-            raise ApiError(503, "the server is starting")
         if path in ("/health", "/ready", "/ping") and method in ("GET", "HEAD"):
             reasons = [why for each in self._models.values() if (why := each.state.unavailable()) is not None]
             return error_response(path, ApiError(503, reasons[0])) if len(reasons) == len(self._models) else _said({})
@@ -168,6 +164,20 @@ class SwitchingApp:
             await self._switch.unload(self._named(name) if name else None)
             return _said({"msg": "ok"})
         return None
+
+
+class UpstreamPaths:
+    """Takes the model's name out of the paths of `/upstream/NAME/...`, before anything looks at them: keys are those of
+    the route behind it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(UPSTREAM):
+            name, _, rest = scope["path"].removeprefix(UPSTREAM).partition("/")
+            scope = {**scope, NAMED: name, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}
+        await self._app(scope, receive, send)
 
 
 def _said(content: dict[str, Any]) -> ASGIApp:
@@ -209,7 +219,8 @@ class SeveralModelsServer(Server):
         args, app = self.args, self._switching
         gate = RequestGate(TraceHeaders(app) if args.enable_trace else app, args.api_key, args.admin_api_key)
         own_names = (args.host, socket.gethostname())
-        return RequestIds(HeadGate(with_origins_checked(gate, args.api_key, args.allowed_origins or (), own_names)))
+        named = UpstreamPaths(gate)
+        return RequestIds(HeadGate(with_origins_checked(named, args.api_key, args.allowed_origins or (), own_names)))
 
     def _states(self) -> Sequence[ServerState]:
         return [self.state, *(each.state for each in self._models)]

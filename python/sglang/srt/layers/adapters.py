@@ -54,6 +54,11 @@ class Place:
     part: int
 
 
+ASIDE = 17
+"""Tokens from which A x has a stream of its own. Kernels of smaller products begin while the launch ahead of them
+ends, which a second stream would prevent."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModulePlaces:
     """Where all rows of a module lie."""
@@ -97,19 +102,19 @@ class AdapterLinear:
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
     def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In a CUDA
-        graph A x is computed beside the product."""
+        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In the CUDA
+        graph of a large step A x is computed beside the product."""
         layers, kernels = self.layers, self.layers.kernels
         if layers.slots is None:
             return product()
         assert len(layers.slots) == len(x), f"{len(x)} rows of a step of {len(layers.slots)} tokens"
-        if layers.stream is None or not torch.cuda.is_current_stream_capturing():
+        if layers.stream is None or len(x) < ASIDE or not torch.cuda.is_current_stream_capturing():
             low, out = kernels.shrink(x, layers.ordered, self.weights), product()
         else:
             main = torch.cuda.current_stream()
             layers.stream.wait_stream(main)
             with torch.cuda.stream(layers.stream):
-                low = kernels.shrink(x, layers.ordered, self.weights)
+                low = kernels.shrink(x, layers.ordered, self.weights, aside=True)
             out = product()
             main.wait_stream(layers.stream)
         kernels.expand(low, out, layers.ordered, self.weights)

@@ -56,8 +56,8 @@ def order_tokens(slots: torch.Tensor, num_slots: int) -> Any:
     return slots
 
 
-def shrink(x: torch.Tensor, slots: Any, weights: AdapterWeights) -> torch.Tensor:
-    """Returns A x of each token's adapter, [T, P, R], in the type of B; x [T, K]."""
+def shrink(x: torch.Tensor, slots: Any, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
+    """Returns A x of each token's adapter, [T, P, R], in the type of B; x [T, K]. aside: on a stream beside others."""
     low = torch.zeros((len(x), *weights.a.shape[1:3]), dtype=weights.b.dtype, device=x.device)
     for slot, rank, rows in _each_adapter(slots, weights):
         for part in range(weights.a.shape[1]):
