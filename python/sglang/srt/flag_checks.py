@@ -131,7 +131,7 @@ def _check_sleep(args: Any) -> Iterator[tuple[set[str], str]]:
             yield {"enable_memory_saver", name}, f"--enable-memory-saver does not go with {flag(name)} here."
 
 
-_NOT_WITH_ADAPTERS = ("pp_size", "attn_dp_size", "nnodes")
+_NOT_WITH_ADAPTERS = ("attn_dp_size", "nnodes")
 
 
 def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:

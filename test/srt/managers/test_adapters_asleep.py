@@ -3,7 +3,6 @@ overwritten when it is given back."""
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 

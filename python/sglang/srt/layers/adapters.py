@@ -135,7 +135,12 @@ class AdapterLayers(AdapterMemory):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ordered: Any = None
         """The tokens of a step as the kernels take them."""
-        self.names = plan.description.names
+        self.names = names = plan.description.names
+        others = [i for i, layer in enumerate(plan.description.layers) if layer.on_other_stage]
+        self.on_other_stages = tuple(
+            prefix for i in others for prefix in (names.layer_prefix.format(layer=i), f"layers.{i}.")
+        )
+        """What names of modules begin with whose adapters other stages of the pipeline have."""
         self.expert_kernels = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
         self.experts_of: dict[str, AdapterExperts] = {}
         """The experts of a layer, by the layer's name without what stands before it."""
@@ -191,7 +196,8 @@ class AdapterLayers(AdapterMemory):
         modules, they have other sizes, or a number is not finite. May run beside steps, in another thread."""
         if files.largest_rank > self.plan.rank:
             raise UserError(f"{files.folder} has rank {files.largest_rank}, above --max-lora-rank {self.plan.rank}.")
-        pairs = [(self._target_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        found = [(self._target_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        pairs = [(target, module, pair) for target, module, pair in found if target is not None]
         # One version of PEFT wrote all of them, and some sizes do not tell.
         exchanged = any(isinstance(target, ExpertPlace) and target.is_exchanged(pair) for target, _, pair in pairs)
         pairs = [(target, module, replace(pair, exchanged=exchanged)) for target, module, pair in pairs]
@@ -213,10 +219,13 @@ class AdapterLayers(AdapterMemory):
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
-    def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace:
-        """Returns where A and B of a module go. Raises UserError if the model has none of that name or size."""
+    def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace | None:
+        """Returns where A and B of a module go; None: to another stage, whose ranks check it. Raises UserError if the
+        model has none of that name or size."""
         name, pair = self.names.canonical(f"{module}.weight").removesuffix(".weight"), files.pairs[module]
         names = name, f"model.{name}"
+        if any(each.startswith(self.on_other_stages) for each in (name, LAYER_OF.sub(r"\1.", name))):
+            return None
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
         if place is not None:
             place.experts.check(place.module, pair, f"{files.folder}: {module}")

@@ -45,9 +45,7 @@ def slots_of(tokens: int) -> torch.Tensor:
 
 @interpreter.kernel_test
 @pytest.mark.parametrize(("tokens", "of_pairs", "shared"), [(1, False, ""), (20, True, "b"), (300, False, "a")])
-def test_pairs_against_the_reference(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, of_pairs: bool, shared: str
-) -> None:
+def test_pairs_against_the_reference(monkeypatch: pytest.MonkeyPatch, tokens: int, of_pairs: bool, shared: str) -> None:
     monkeypatch.setattr(expert_adapters, "FEW_PAIRS", 100)
     experts, top_k, size = 5, 2, 144
     generator = torch.Generator().manual_seed(tokens)

@@ -117,7 +117,8 @@ def shrink_pairs_kernel(
             r = block * BLOCK_R + tl.arange(0, BLOCK_R)
             begin = tl.program_id(2) * SPAN
             x_rows = x + row.to(tl.int64)[:, None] * x_stride
-            a_of_pair = a + (key // num_experts).to(tl.int64) * slot_stride + (key % num_experts) * expert_stride
+            slot, expert = (key // num_experts).to(tl.int64), (key % num_experts).to(tl.int64)
+            a_of_pair = a + slot * slot_stride + expert * expert_stride
             a_rows = a_of_pair + (part * R + r[None, :]) * K
             total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
             for start in range(begin, tl.minimum(begin + SPAN, K), BLOCK_K):
@@ -172,7 +173,8 @@ def expand_pairs_kernel(
     inside = begin + col < rows
     here = some & (tl.load(keys + place, mask=some & (place < num_pairs), other=-1) == key)
     pair = tl.load(order + place, mask=here, other=0)
-    b_of_pair = b + (key // num_experts).to(tl.int64) * slot_stride + (key % num_experts) * expert_stride
+    slot, expert = (key // num_experts).to(tl.int64), (key % num_experts).to(tl.int64)
+    b_of_pair = b + slot * slot_stride + expert * expert_stride
     b_rows = b_of_pair + (part * rows + begin).to(tl.int64) * R + (col[None, :] * R + r[:, None])
     weight = tl.load(b_rows, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
     at = out + pair.to(tl.int64)[:, None] * out_stride + (part * rows + begin) + col[None, :]
