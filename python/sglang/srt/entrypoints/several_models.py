@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from asyncio import to_thread
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +39,8 @@ UPSTREAM, NAMED = "/upstream/", "sglang.model"
 """The beginning of paths that name a model, and where the scope has the name of the model afterwards."""
 UNLOAD = "/api/models/unload"
 RESPONSES = "/v1/responses/"
+LONG = 1 << 18
+"""Bytes from which a body is not decoded on the event loop."""
 DRAIN_LIMIT_S = 600.0
 """Seconds that requests without an open connection, such as responses in the background, get before a swap."""
 
@@ -99,7 +102,8 @@ class SwitchingApp:
                 await answer(scope, receive, send)
             elif scope["method"] in ("POST", "PUT"):
                 body = await _whole_body(receive)
-                await self._pass_on(self._model_of(path, body), scope, _replayed(body, receive), send)
+                name = self._model_of(path, body) if len(body) < LONG else await to_thread(self._model_of, path, body)
+                await self._pass_on(name, scope, _replayed(body, receive), send)
             else:
                 await self._pass_on(self._model_of(path, b""), scope, receive, send)
         except ApiError as error:
