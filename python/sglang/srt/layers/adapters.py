@@ -196,8 +196,8 @@ class AdapterLayers(AdapterMemory):
         modules, they have other sizes, or a number is not finite. May run beside steps, in another thread."""
         if files.largest_rank > self.plan.rank:
             raise UserError(f"{files.folder} has rank {files.largest_rank}, above --max-lora-rank {self.plan.rank}.")
-        found = [(self._target_of(module, files), module, pair) for module, pair in files.pairs.items()]
-        pairs = [(target, module, pair) for target, module, pair in found if target is not None]
+        all_pairs = [(self._target_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        pairs = [(target, module, pair) for target, module, pair in all_pairs if target is not None]
         # One version of PEFT wrote all of them, and some sizes do not tell.
         exchanged = any(isinstance(target, ExpertPlace) and target.is_exchanged(pair) for target, _, pair in pairs)
         pairs = [(target, module, replace(pair, exchanged=exchanged)) for target, module, pair in pairs]

@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Prepare = TypeVar("Prepare")
-Order = TypeVar("Order")
+Order = TypeVar("Order", covariant=True)
 Shrink = TypeVar("Shrink")
 Expand = TypeVar("Expand")
-Add = TypeVar("Add")
+Add = TypeVar("Add", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
