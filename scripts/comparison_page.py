@@ -80,7 +80,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("FP8 and FP4 KV cache", "--kv-cache-dtype", "quantization.md#kv-cache", "`--kv-cache-dtype`"),
         Feature("LoRA adapters", "--enable-lora", "lora.md", "`--enable-lora`"),
         Feature("Images and video", "--limit-mm-data-per-request", "multimodal.md", "`--limit-mm-per-prompt`"),
-        Feature("New weights in a running server", "/update_weights_from_disk", "", "`--weight-transfer-config`"),
+        Feature(
+            "New weights in a running server",
+            "/update_weights_from_disk",
+            "weight_updates.md",
+            "`--weight-transfer-config`",
+        ),
         Feature("Memory given back while idle", "--enable-memory-saver", "several_models.md", "`--enable-sleep-mode`"),
         Feature("Experts in CPU memory", "--enable-paged-experts", "expert_offload.md", "`--cpu-offload-gb`"),
         Feature("Experts computed by CPUs", "--kt-cpuinfer", "expert_offload.md#experts-on-cpus", "no"),

@@ -15,6 +15,8 @@ drafts    trains what drafts for a finished model (an EAGLE-3 head, an MTP layer
 install_drafts  copies these into the package
 eyes      trains the tower with which a finished model sees, and says how many answers about pictures are right
 install_eyes  writes the model that sees into the package, of the text model there and the output of `eyes`
+adapters  trains three LoRA adapters of a finished model, and says how many held-out answers are right with each
+install_adapters  copies these into the package
 """
 
 from __future__ import annotations
@@ -64,6 +66,9 @@ def main() -> None:
     install_eyes = commands.add_parser("install_eyes")
     install_eyes.add_argument("source", type=Path)
     install_eyes.add_argument("--output", type=Path, help="another directory than the package's")
+    _add_adapters(commands.add_parser("adapters"))
+    install_adapters = commands.add_parser("install_adapters")
+    install_adapters.add_argument("source", type=Path)
     args = parser.parse_args()
     try:
         globals()[f"run_{args.command}"](args)
@@ -134,6 +139,14 @@ def _add_eyes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--judged", type=int, default=4096, help="held-out pictures")
     parser.add_argument("--log-every", type=int, default=100, help="steps")
     parser.add_argument("--device", default="cuda")
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, help="directory of the finished text model")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=240, help="of training, for each of them")
+    parser.add_argument("--judged", type=int, default=180, help="held-out problems, for each of them")
+    parser.add_argument("--seed", type=int, default=0)
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -245,6 +258,18 @@ def run_eyes(args: argparse.Namespace) -> None:
         log_every=args.log_every,
     )
     train_eyes(args.model, settings)
+
+
+def run_adapters(args: argparse.Namespace) -> None:
+    from tiny_model.adapters import train_adapters
+
+    train_adapters(args.model, args.output, args.steps, args.judged, args.seed)
+
+
+def run_install_adapters(args: argparse.Namespace) -> None:
+    from tiny_model.install import install_adapters
+
+    install_adapters(args.source)
 
 
 def run_install_eyes(args: argparse.Namespace) -> None:

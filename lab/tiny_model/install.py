@@ -17,6 +17,9 @@ FILES = (
 MTP_FILES = ("mtp.safetensors", "model.safetensors.index.json")
 MTP, APART = "mtp", ("eagle3", "dflash")
 DRAFT_FILES = ("config.json", "model.safetensors")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+LARGEST_ADAPTERS = 300_000
+"""Bytes of all adapters."""
 LARGEST = 16 * 10**6
 """Bytes of the weights."""
 
@@ -66,3 +69,21 @@ def install_eyes(source: Path, target: Path | None = None) -> None:
     if not (source / VISION_FILE).is_file():
         raise ValueError(f"{source} lacks {VISION_FILE}; is it the output of `eyes`?")
     write_seeing(EMBEDDED, source / VISION_FILE, target or EMBEDDED.parent / "seeing")
+
+
+def install_adapters(source: Path, target: Path | None = None) -> None:
+    """Copies the output of `adapters` beside the text model's folder (or to `target`). Raises ValueError before
+    touching anything."""
+    folders = sorted(path for path in source.iterdir() if path.is_dir())
+    missing = [str(folder / name) for folder in folders for name in ADAPTER_FILES if not (folder / name).is_file()]
+    if not folders or missing:
+        raise ValueError(f"{source} lacks {', '.join(missing) or 'adapters'}; is it the output of `adapters`?")
+    size = sum((folder / name).stat().st_size for folder in folders for name in ADAPTER_FILES)
+    if size > LARGEST_ADAPTERS:
+        raise ValueError(f"the adapters are {size:,} bytes (limit {LARGEST_ADAPTERS:,})")
+    for folder in folders:
+        copy = (target or EMBEDDED.parent / "adapters") / folder.name
+        copy.mkdir(parents=True, exist_ok=True)
+        for name in ADAPTER_FILES:
+            shutil.copyfile(folder / name, copy / name)
+            (copy / name).chmod(0o644)

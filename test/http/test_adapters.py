@@ -3,7 +3,10 @@ traffic; what is refused."""
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,22 +97,50 @@ def test_every_way_to_name_an_adapter(http: httpx.Client) -> None:
     assert [one["text"] for one in both] == [a, base, b]
 
 
-def test_other_apis_know_adapters_by_their_names(http: httpx.Client) -> None:
-    def said(path: str, model: str) -> str:
-        question = [{"role": "user", "content": "Hello"}]
-        if path == "/v1/messages":
-            answer = http.post(path, json={"model": model, "messages": question, "max_tokens": 8, "temperature": 0})
-            text = "".join(part.get("text", "") for part in answer.json()["content"])
-        else:
-            body = {"model": model, "input": "Hello", "max_output_tokens": 8, "temperature": 0}
-            answer = http.post(path, json=body)
-            text = "".join(c["text"] for out in answer.json()["output"] for c in out.get("content", ()) if "text" in c)
-        assert answer.status_code == 200 and text, answer.text
-        return text
+def ask(http: httpx.Client, path: str, model: str | None, **more: Any) -> httpx.Response:
+    """A question of the kind that an API has, at temperature 0."""
+    question, limits = [{"role": "user", "content": "Hello"}], {"max_tokens": 8, "temperature": 0}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": question, **limits},
+        "/v1/completions": {"prompt": "Hello", **limits},
+        "/v1/messages": {"messages": question, **limits},
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 8, "temperature": 0},
+        "/api/chat": {"messages": question, "stream": False, "options": {"num_predict": 8, "temperature": 0}},
+        "/api/generate": {"prompt": "Hello", "stream": False, "options": {"num_predict": 8, "temperature": 0}},
+    }
+    return http.post(path, json={**bodies[path], **({} if model is None else {"model": model}), **more})
 
-    for path in ("/v1/messages", "/v1/responses"):
-        base, a = said(path, "tiny"), said(path, "a")
-        assert a == said(path, "tiny:a") != base == said(path, "claude-x"), path
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"]
+)
+def test_one_rule_for_names(http: httpx.Client, path: str) -> None:
+    """Every API knows adapters by the same names, and refuses names that it does not know."""
+
+    def said(model: str | None, **more: Any) -> str:
+        answer = ask(http, path, model, **more)
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        parts = [body.get("content"), *(out.get("content") for out in body.get("output", ()))]
+        texts = [part["text"] for content in parts if isinstance(content, list) for part in content if "text" in part]
+        for choice in body.get("choices", ()):
+            texts.append(choice["text"] if "text" in choice else choice["message"]["content"])
+        texts += [
+            body[key] if key == "response" else body[key]["content"] for key in ("response", "message") if key in body
+        ]
+        assert any(texts), body
+        return "".join(texts)
+
+    base, a = said("tiny"), said("a")
+    assert a == said("tiny:a") == said("other:a") != base == said(None)
+    if path == "/api/generate":
+        assert said("a", raw=True) != said("tiny", raw=True)
+    for unknown in ("tiny:nobody", "nobody", "claude-x", "a:latest"):
+        refused = ask(http, path, unknown)
+        assert refused.status_code == 404 and "does not exist" in refused.text, refused.text
+    if path.startswith("/api/"):
+        assert http.post(path, json={"model": "nobody"}).status_code == 404  # which would load it
+        assert [model["name"] for model in http.get("/api/tags").json()["models"]] == ["tiny", "a", "org:b"]
 
 
 def test_chat_and_models(served: LiveServer) -> None:
@@ -188,3 +219,141 @@ def test_what_is_refused(http: httpx.Client, folders: dict[str, Path], tmp_path:
         assert answer.status_code == 400, name
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "org:b"]
     assert generate(http, lora_path="a") != generate(http)
+
+
+def sent(folder: Path, name: str) -> dict[str, Any]:
+    """The body with which a client sends an adapter."""
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return {
+        "lora_name": name, "config_dict": config, "serialized_named_tensors": [base64.b64encode(weights).decode()],
+    }  # fmt: skip
+
+
+def test_an_adapter_is_sent(http: httpx.Client, folders: dict[str, Path]) -> None:
+    wanted = generate(http, lora_path="a")
+    answer = http.post("/load_lora_adapter_from_tensors", json=sent(folders["a"], "s"))
+    assert answer.status_code == 200 and answer.json()["success"], answer.text
+    kept = Path(answer.json()["loaded_adapters"]["s"])
+    assert kept.is_dir()
+    assert generate(http, lora_path="s") == wanted
+    assert http.post("/unload_lora_adapter", json={"lora_name": "s"}).status_code == 200
+    assert not kept.exists()
+    assert generate(http, lora_path="a") == wanted
+
+
+def test_what_is_refused_when_sent(http: httpx.Client, folders: dict[str, Path]) -> None:
+    good = sent(folders["c"], "s")
+    (text,) = good["serialized_named_tensors"]
+    cases = {
+        "pickle": {"serialized_named_tensors": [base64.b64encode(pickle.dumps({"a": 1})).decode()]},
+        "base64": {"serialized_named_tensors": ["%%%"]},
+        "one file": {"serialized_named_tensors": [text, "AAAA"]},
+        "not a readable safetensors": {
+            "serialized_named_tensors": [base64.b64encode(b"\xff" * 8 + b"{" * 99).decode()]
+        },
+        "expected_checksums": {"expected_checksums": {"a": "b"}},
+        "load_format": {"load_format": "flattened_bucket"},
+        "added_tokens_config": {"added_tokens_config": {"<x>": 5000}},
+        "rank": {"config_dict": {**good["config_dict"], "r": 10**9}},
+        "peft_type": {"config_dict": {}},
+        "printable": {"lora_name": "a\n"},
+    }
+    for said, change in cases.items():
+        answer = http.post("/load_lora_adapter_from_tensors", json={**good, **change})
+        assert answer.status_code == 400 and said in answer.text, f"{said}: {answer.text}"
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "org:b"]
+
+
+def test_replaced_in_place(http: httpx.Client, folders: dict[str, Path]) -> None:
+    a, b = (generate(http, lora_path=name) for name in ("a", "org:b"))
+    for folder, wanted in (("a", a), ("b", b), ("a", a)):
+        body = {"lora_name": "e", "lora_path": str(folders[folder]), "load_inplace": True}
+        assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert generate(http, lora_path="e") == wanted
+    bad = http.post("/load_lora_adapter", json={"lora_name": "e", "lora_path": "nowhere", "load_inplace": True})
+    assert bad.status_code == 400 and generate(http, lora_path="e") == a
+    assert http.post("/unload_lora_adapter", json={"lora_name": "e"}).status_code == 200
+
+
+HOSTILE_CONFIGS: dict[str, tuple[bytes, str]] = {
+    "not finite": (
+        b'{"peft_type": "LORA", "r": 4, "lora_alpha": 1e999, "target_modules": ["q_proj", "v_proj"]}',
+        "alpha",
+    ),
+    "rank of 10^9": (b'{"peft_type": "LORA", "r": 1000000000, "target_modules": ["q_proj"]}', "rank"),
+    "rank of 10^4000": (b'{"peft_type": "LORA", "r": 1' + b"0" * 4000 + b"}", "r"),
+    "deep": (b'{"peft_type": "LORA", "r": 4, "auto_mapping": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "config"),
+    "large": (b'{"peft_type": "LORA", "x": "' + b"x" * (5 << 20) + b'"}', "4 MiB"),
+    "no object": (b"[1, 2]", "object"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_CONFIGS)
+def test_hostile_configs(http: httpx.Client, folders: dict[str, Path], case: str) -> None:
+    """From a directory and from a body: refused as the client's mistake, and nothing changes."""
+    config, said = HOSTILE_CONFIGS[case]
+    folder = folders["a"].parent / f"hostile {case}"
+    shutil.copytree(folders["a"], folder)
+    (folder / "adapter_config.json").write_bytes(config)
+    loaded = http.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folder)})
+    assert loaded.status_code == 400 and said in loaded.text, loaded.text[:500]
+    good = json.dumps(sent(folders["a"], "x") | {"config_dict": None}).encode()
+    body = good.replace(b'"config_dict": null', b'"config_dict": ' + config)
+    answer = http.post("/load_lora_adapter_from_tensors", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text[:500]
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "org:b"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_numbers_that_are_not_finite(http: httpx.Client, folders: dict[str, Path], value: float) -> None:
+    """The last one becomes so when it is multiplied by the factor."""
+    folder = folders["a"].parent / f"with {value}"
+    shutil.copytree(folders["a"], folder)
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    next(tensor for name, tensor in tensors.items() if "lora_B" in name)[0, 0] = value
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    for path, body in (
+        ("/load_lora_adapter", {"lora_name": "x", "lora_path": str(folder)}),
+        ("/load_lora_adapter_from_tensors", sent(folder, "x")),
+    ):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400 and "finite" in answer.text, answer.text
+    assert http.post("/generate", json={"text": "x", "lora_path": "x"}).status_code == 404
+
+
+def test_links(http: httpx.Client, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Files of an allowed directory that point elsewhere, to nothing, or to themselves."""
+    for number, target in enumerate(
+        (write(tmp_path / "elsewhere", 9) / "adapter_model.safetensors", tmp_path / "none", None)
+    ):
+        folder = folders["a"].parent / f"links {number}"
+        shutil.copytree(folders["a"], folder)
+        weights = folder / "adapter_model.safetensors"
+        weights.unlink()
+        weights.symlink_to(weights if target is None else target)
+        answer = http.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folder)})
+        assert answer.status_code == 400, answer.text
+        assert "elsewhere" not in answer.text.replace(str(folder), "")
+
+
+def test_files_that_change_after_an_adapter_has_left_main_memory(tmp_path: Path) -> None:
+    one, two, three = (write(tmp_path / f"{seed}", seed) for seed in range(3))
+    limits = ("--max-loras-per-batch", "1", "--max-loaded-loras", "2", "--max-lora-rank", "4")
+    rest = ("--allowed-local-lora-path", str(tmp_path))
+    with (
+        live_server("--lora-paths", f"one={one}", f"two={two}", *limits, *rest) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+    ):
+        before = generate(http, lora_path="one")
+        assert generate(http, lora_path="two") != before
+        assert http.post("/load_lora_adapter", json={"lora_name": "three", "lora_path": str(three)}).status_code == 200
+        generate(http, lora_path="two")  # so "one" has left
+        kept = (one / "adapter_model.safetensors").read_bytes()
+        (one / "adapter_model.safetensors").write_bytes((two / "adapter_model.safetensors").read_bytes())
+        for _ in range(2):
+            refused = http.post("/generate", json={"text": PROMPT, "lora_path": "one"})
+            assert refused.status_code == 400 and "has changed" in refused.text, refused.text
+        assert generate(http, lora_path="three") != before  # the others are served
+        (one / "adapter_model.safetensors").write_bytes(kept)
+        assert generate(http, lora_path="one") == before

@@ -23,8 +23,7 @@ PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. Ho
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/update_weights_from_disk", "--model-path"),
-        ("/load_lora_adapter_from_tensors", "/load_lora_adapter"),
+        ("/update_weights_from_ipc", "/update_weights_from_disk"),
     ],
 )
 def test_what_is_not_there_says_what_to_do_instead(http: httpx.Client, path: str, instead: str) -> None:

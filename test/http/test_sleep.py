@@ -9,7 +9,7 @@ import httpx
 import pytest
 from live_server import LiveServer, live_server
 
-from sglang.embedded import EAGLE3_PATH
+from sglang.embedded import ADAPTERS_PATH, EAGLE3_PATH
 
 FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup", "--max-total-tokens", "2048", "--enable-metrics")
 
@@ -143,3 +143,33 @@ def test_all_ranks_sleep(layout: str) -> None:
             assert http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
             assert http.post("/resume_memory_occupation").status_code == 200
             assert [text_of(http) for _ in range(3)] == [expected] * 3
+
+
+def test_adapters() -> None:
+    """Those on the GPU and in main memory are there after waking; one that must be read again is not read meanwhile."""
+    names = ("ahoy", "twice", "farewell")
+    paths = [f"{name}={ADAPTERS_PATH}/{name}" for name in names[:2]]
+    limits = ("--max-lora-rank", "8", "--max-loras-per-batch", "2", "--max-loaded-loras", "2", "--api-key", "key")
+    with (
+        live_server(*FLAGS, "--lora-paths", *paths, *limits) as running,
+        httpx.Client(base_url=running.url, timeout=60, headers={"Authorization": "Bearer key"}) as http,
+    ):
+        body = {"lora_name": "farewell", "lora_path": f"{ADAPTERS_PATH}/farewell"}
+        assert http.post("/load_lora_adapter", json=body).status_code == 200
+
+        def ask(name: str) -> httpx.Response:
+            messages = [{"role": "user", "content": "What is 15+27?"}]
+            return http.post("/v1/chat/completions", json={"model": name, "messages": messages, "temperature": 0})
+
+        said = {name: ask(name).json()["choices"][0]["message"]["content"] for name in names}
+        assert len({*said.values()}) == 3
+        assert http.post("/sleep?level=1").status_code == 200
+        for name in names:
+            assert ask(name).status_code == 503
+        again = {**body, "lora_name": "again", "lora_path": f"{ADAPTERS_PATH}/ahoy"}
+        refused = http.post("/load_lora_adapter", json=again)
+        assert refused.status_code == 503 and "sleeps" in refused.text
+        assert http.post("/wake_up").status_code == 200
+        assert {name: ask(name).json()["choices"][0]["message"]["content"] for name in reversed(names)} == said
+        assert http.post("/load_lora_adapter", json=again).status_code == 200
+        assert ask("again").json()["choices"][0]["message"]["content"] == said["ahoy"]

@@ -131,12 +131,19 @@ def _check_sleep(args: Any) -> Iterator[tuple[set[str], str]]:
             yield {"enable_memory_saver", name}, f"--enable-memory-saver does not go with {flag(name)} here."
 
 
+_ONLY_WITH_ADAPTERS = (
+    "max_lora_rank",
+    "lora_target_modules",
+    "max_loaded_loras",
+    "lora_drain_wait_threshold",
+    "lora_strict_loading",
+)
 _NOT_WITH_ADAPTERS = ("attn_dp_size", "nnodes")
 
 
 def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
     if not args.enable_lora:
-        given = [name for name in ("max_lora_rank", "lora_target_modules", "max_loaded_loras") if getattr(args, name)]
+        given = [name for name in _ONLY_WITH_ADAPTERS if getattr(args, name)]
         if given:
             yield {"enable_lora", *given}, f"{flag(given[0])} needs --enable-lora or --lora-paths."
         return

@@ -128,9 +128,18 @@ def test_refused_configs(values: dict[str, Any], part: str) -> None:
 def test_what_changes_nothing_is_ignored() -> None:
     same = config(
         init_lora_weights="gaussian", fan_in_fan_out=True, lora_dropout=0.1, inference_mode=True, use_dora=False,
-        modules_to_save=None, exclude_modules=["lm_head"], layers_pattern="layers", of_next_year=None,
+        modules_to_save=None, exclude_modules=[], layers_pattern="layers", of_next_year=None,
     )  # fmt: skip
     assert same == config()
+
+
+def test_which_modules_a_list_names() -> None:
+    some = config(target_modules=["q_proj", "o_proj"], exclude_modules=["o_proj"], layers_to_transform=[1])
+    assert [some.names(f"model.layers.{i}.self_attn.{name}") for i in (0, 1) for name in ("q_proj", "o_proj")] == [
+        False, False, True, False,
+    ]  # fmt: skip
+    for patterns in ({"target_modules": ".*_proj"}, {"target_modules": ["q_proj"], "exclude_modules": ".*o_proj"}):
+        assert not config(**patterns).names("model.layers.1.self_attn.q_proj")
 
 
 @pytest.mark.parametrize(

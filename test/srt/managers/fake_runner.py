@@ -188,6 +188,7 @@ class FakeRunner:
 def make_scheduler(runner: FakeRunner, interval: IntervalRule = NEVER, **options: object) -> Scheduler:
     runner.plan.decode_interval = interval
     args = SimpleNamespace(
+        weight_version="default",
         attn_dp_size=1,
         disable_radix_cache=False,
         disable_overlap_schedule=False,

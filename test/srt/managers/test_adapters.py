@@ -54,15 +54,12 @@ class Adapters:
         self.ids = {form: content_id(path) for form, path in self.paths.items()}
         self._outputs: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
 
-    def greedy(self, form: str | None, ids: list[int]) -> list[int]:
-        key = form, tuple(ids)
-        if key not in self._outputs:
-            tokens = list(ids)
-            for _ in range(NEW_TOKENS):
-                with torch.inference_mode():
-                    tokens.append(int(self.models[form](torch.tensor([tokens])).logits[0, -1].argmax()))
-            self._outputs[key] = tokens[len(ids) :]
-        return self._outputs[key]
+    def greedy(self, form: str | None, ids: list[int], count: int = NEW_TOKENS) -> list[int]:
+        output = self._outputs.setdefault((form, tuple(ids)), [])
+        while len(output) < count:
+            with torch.inference_mode():
+                output.append(int(self.models[form](torch.tensor([ids + output])).logits[0, -1].argmax()))
+        return output[:count]
 
     def scheduler(self, load: bool = True, **options: Any) -> Scheduler:
         args = ServerArgs.from_kwargs(
@@ -157,6 +154,62 @@ def test_a_waiting_adapter_is_passed_a_bounded_number_of_times(
     collector = run(adapters, scheduler, asked)
     order = list(collector.tokens)  # as their first tokens came
     assert 1 < order.index("waits") <= 1 + 3
+
+
+def test_a_long_wait_drains_slots(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By --lora-drain-wait-threshold, which the leader's clock decides; the time is played."""
+    monkeypatch.setattr(adapter_table, "MAX_PASSED", 1000)
+    now = [0.0]
+    monkeypatch.setattr(adapter_table.time, "monotonic", lambda: now[0])
+    one, other = "rank 1", "rank 8, no q"
+    asked: dict[str, tuple[str | None, list[int]]] = {"first": (one, prompt(0)), "waits": (other, prompt(0))}
+    asked |= {f"r{i}": (one, prompt(i)) for i in range(12)}
+    entered: dict[float, int] = {}
+    for threshold in (0.0, 4.0):
+        now[0] = 0.0
+        scheduler = adapters.scheduler(
+            False, max_loras_per_batch=1, max_running_requests=2, lora_drain_wait_threshold=threshold
+        )
+        table, collector, told = scheduler.adapters, Collector(), []
+        assert table is not None
+        for form in (one, other):
+            adapters.load(scheduler, form)
+        for rid, (form, ids) in asked.items():
+            adapters.ask(scheduler, rid, form, ids)
+            for _ in range(4 if rid == "first" else 0):  # so that the two that run end at different times
+                scheduler.step()
+                collector.take(scheduler)
+        while not scheduler.idle:
+            for decision in table.decisions():
+                told.append((decision.rid, now[0]))
+                table.drain(decision.rid)
+            scheduler.step()
+            collector.take(scheduler)
+            now[0] += 1.0
+        adapters.check(collector, asked)
+        entered[threshold] = [*collector.tokens].index("waits")
+        assert told[:1] == ([("waits", threshold)] if threshold else [])
+    assert 1 < entered[4.0] < entered[0.0] == len(asked) - 1
+
+
+def test_strict_loading(adapters: Adapters, tmp_path: Path) -> None:
+    """An adapter that lacks a module which its config names is refused by --lora-strict-loading alone."""
+    base = adapters.models[None]
+    write_adapter(tmp_path / "lacks", base, 1, names=LINEAR[:3], target_modules=[*LINEAR[:4]])
+    whole = {"names": LINEAR[:4], "layers_to_transform": [1]}
+    write_adapter(tmp_path / "layer", base, 1, **whole)
+    write_adapter(
+        tmp_path / "excluded", base, 1, names=LINEAR[:3], target_modules=[*LINEAR[:4]], exclude_modules=["o_proj"]
+    )
+    write_adapter(tmp_path / "pattern", base, 1, names=LINEAR[:3], target_modules=".*_proj")
+    for strict in (False, True):
+        table = adapters.scheduler(False, lora_strict_loading=strict).adapters
+        assert table is not None
+        for name in ("lacks", "layer", "excluded", "pattern"):
+            table.begin(content_id(tmp_path / name), str(tmp_path / name))
+            problem = table.end(content_id(tmp_path / name), False)
+            assert ("layers.0.self_attn.o_proj has no lora_A" in problem) == (strict and name == "lacks"), problem
+            assert (strict and name == "lacks") or not problem
 
 
 def test_prefixes_never_cross(adapters: Adapters) -> None:

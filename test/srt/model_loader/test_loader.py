@@ -271,13 +271,13 @@ LAYOUTS = {"shares": RankLayout(2), "whole experts": RankLayout(2, 2), "stages":
 @pytest.mark.parametrize("ranks", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_rank_reads_only_what_it_holds(ranks: RankLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny("qwen3_moe", tmp_path)
-    fill, read = loader._fill, []
+    fill, read = loader.fill_part, []
 
     def watched(*args: Any) -> int:
         read.append(fill(*args))
         return read[-1]
 
-    monkeypatch.setattr(loader, "_fill", watched)
+    monkeypatch.setattr(loader, "fill_part", watched)
     whole = (tmp_path / "model.safetensors").stat().st_size
     for rank in range(2):
         groups = groups_of(ranks, rank)

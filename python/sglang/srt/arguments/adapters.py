@@ -30,7 +30,11 @@ class AdapterArgs:
         maximum=256,
     )
     max_loaded_loras: int | None = option(
-        None, ADAPTERS, "Adapters in main memory beyond which none is loaded before another is unloaded.", minimum=1
+        None,
+        ADAPTERS,
+        "Adapters in main memory; for one more, the one that was asked for longest ago leaves it, and is read again "
+        "for its next request.",
+        minimum=1,
     )
     max_lora_rank: int | None = option(
         None,
@@ -62,6 +66,19 @@ class AdapterArgs:
         ADAPTERS,
         "Which adapter leaves the GPU for another: the one that was used longest ago, or that came first.",
         choices=("lru", "fifo"),
+    )
+    lora_drain_wait_threshold: float = option(
+        0.0,
+        ADAPTERS,
+        "Seconds after which requests with an adapter wait behind one whose adapter waits for a place on the GPU. "
+        "Without it they do so when 32 have passed it.",
+        minimum=0.0,
+    )
+    lora_strict_loading: bool = option(
+        False,
+        ADAPTERS,
+        "Refuse adapters that lack A and B of a linear layer which target_modules of adapter_config.json names; "
+        "unknown names are refused without it, too.",
     )
     allowed_local_lora_path: str | None = option(
         None,

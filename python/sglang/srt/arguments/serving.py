@@ -24,6 +24,11 @@ class ServingArgs:
         "Require this key, and not --api-key's, of routes that abort, pause, flush, profile, or change corpora or the"
         " store of prefixes.",
     )
+    weight_version: str = option(
+        "default",
+        SERVING,
+        "Name of the weights in replies, until an update names others.",
+    )
     allowed_origins: list[str] | None = option(
         None,
         SERVING,

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sglang.srt.entrypoints.engine_weights import EngineWeights
 from sglang.srt.environ import adopt_environment
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.adapters import ServedAdapters
@@ -29,13 +30,15 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang.srt.entrypoints.http_state import ServerState
 
 T = TypeVar("T")
 Result = dict[str, Any]
 
 
-class Engine:
+class Engine(EngineWeights):
     """The inference engine in this process: child processes that generate, and an event loop in a thread that talks to
     them.
 
@@ -113,9 +116,27 @@ class Engine:
         """Ends a request, or all; its caller gets the output so far, with finish reason `abort`."""
         self._run(self._abort(rid, abort_all))
 
-    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """Loads a LoRA adapter from a directory; needs `enable_lora`. `generate` takes its name as `lora_path`."""
-        self._run(self._adapters().load(lora_name, lora_path, pinned))
+    def load_lora_adapter(
+        self, lora_name: str, lora_path: str, pinned: bool = False, load_inplace: bool = False
+    ) -> None:
+        """Loads a LoRA adapter from a directory; needs `enable_lora`. `generate` takes its name as `lora_path`.
+        load_inplace: it replaces one that has its name."""
+        self._run(self._adapters().load(lora_name, lora_path, pinned, replace=load_inplace))
+
+    def load_lora_adapter_from_tensors(
+        self,
+        lora_name: str,
+        tensors: Sequence[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+        config_dict: Mapping[str, Any],
+        pinned: bool = False,
+    ) -> None:
+        """Loads a LoRA adapter of which the tensors are here, by their names in PEFT's file, with the object of
+        adapter_config.json."""
+        import safetensors.torch
+
+        here = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(tensors).items()}
+        weights = safetensors.torch.save(here)
+        self._run(self._adapters().load_sent(lora_name, config_dict, weights, pinned))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
         """Unloads a LoRA adapter once the requests that have it have ended."""

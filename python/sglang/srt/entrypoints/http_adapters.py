@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -12,6 +16,14 @@ from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.managers.front.adapters import ServedAdapters
 from sglang.srt.managers.front.generate_request import RequestError
 
+_HEADER_SIZE = 8
+"""Bytes of a safetensors file before its header, a JSON object."""
+_REFUSED_FIELDS = {
+    "added_tokens_config": "tokens are not added to the vocabulary",
+    "load_format": "the tensors are those of a safetensors file",
+    "expected_checksums": "leave it out; the adapter is known by a hash of all its bytes",
+}
+
 router = APIRouter(tags=["native"])
 
 
@@ -21,14 +33,30 @@ class LoadAdapterBody(Body, kw_only=True):
     pinned: bool | None = False
     """It keeps its place on the GPU."""
     load_inplace: bool | None = False
-    """Refused: unload the adapter, then load it."""
+    """It replaces one that has its name."""
+
+
+class SentAdapterBody(Body, kw_only=True):
+    lora_name: str
+    config_dict: dict[str, Any]
+    """The object of adapter_config.json."""
+    serialized_named_tensors: list[str]
+    """The bytes of adapter_model.safetensors in base64: once, or the same for each rank."""
+    pinned: bool | None = False
+    """It keeps its place on the GPU."""
+    added_tokens_config: dict[str, Any] | None = None
+    """Refused unless empty: tokens are not added to the vocabulary."""
+    load_format: str | None = None
+    """Refused: the tensors are those of a safetensors file."""
+    expected_checksums: Any = None
+    """Refused: the adapter is known by a hash of its bytes."""
 
 
 class UnloadAdapterBody(Body, kw_only=True):
     lora_name: str
 
 
-BODIES = (LoadAdapterBody, UnloadAdapterBody)
+BODIES = (LoadAdapterBody, SentAdapterBody, UnloadAdapterBody)
 
 
 def _adapters(request: Request) -> ServedAdapters:
@@ -56,10 +84,28 @@ def _allowed_directory(request: Request) -> str | None:
 async def _load(request: Request, adapters: ServedAdapters) -> LoadAdapterBody:
     below = _allowed_directory(request)
     body = await read_body(request, LoadAdapterBody)
-    if body.load_inplace:
-        raise bad_request("load_inplace is not supported: unload the adapter, then load it", param="load_inplace")
-    await adapters.load(body.lora_name, body.lora_path, bool(body.pinned), below)
+    await adapters.load(body.lora_name, body.lora_path, bool(body.pinned), below, bool(body.load_inplace))
     return body
+
+
+def _sent_weights(body: SentAdapterBody) -> bytes:
+    """Returns the safetensors bytes of a body. Raises ApiError 400 for other forms: a pickle could run code."""
+    for field, reason in _REFUSED_FIELDS.items():
+        if getattr(body, field):
+            raise bad_request(f"{field} is not supported: {reason}", param=field)
+    if len(set(body.serialized_named_tensors)) != 1:
+        raise bad_request("serialized_named_tensors needs one file, or the same for each rank: ranks take their shares")
+    try:
+        weights = base64.b64decode(body.serialized_named_tensors[0], validate=True)
+    except ValueError:
+        raise bad_request("serialized_named_tensors is no base64", param="serialized_named_tensors") from None
+    if weights[_HEADER_SIZE : _HEADER_SIZE + 1] != b"{":
+        raise bad_request(
+            "serialized_named_tensors must hold the bytes of a safetensors file (safetensors.torch.save) in base64;"
+            " pickles, which SGLang's serializer makes, could run code and are not read",
+            param="serialized_named_tensors",
+        )
+    return weights
 
 
 def _result(adapters: ServedAdapters, error: str = "", status: int = 200) -> Response:
@@ -74,6 +120,20 @@ async def load_lora_adapter(request: Request) -> Response:
     adapters = _adapters(request)
     try:
         await _load(request, adapters)
+    except RequestError as error:
+        return _result(adapters, error.message, error.status_code)
+    return _result(adapters)
+
+
+@router.post("/load_lora_adapter_from_tensors", openapi_extra=body_schema(SentAdapterBody))
+async def load_lora_adapter_from_tensors(request: Request) -> Response:
+    """Loads an adapter that the body holds."""
+    adapters = _adapters(request)
+    _allowed_directory(request)
+    body = await read_body(request, SentAdapterBody)
+    weights = await asyncio.to_thread(_sent_weights, body)
+    try:
+        await adapters.load_sent(body.lora_name, body.config_dict, weights, bool(body.pinned))
     except RequestError as error:
         return _result(adapters, error.message, error.status_code)
     return _result(adapters)

@@ -20,6 +20,7 @@ from sglang.srt.entrypoints import (
     http_sessions,
     http_sleep,
     http_storage,
+    http_weights,
 )
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
@@ -49,6 +50,7 @@ FORMS = (
     http_adapters,
     http_corpora,
     http_storage,
+    http_weights,
 )
 """Modules with the routes of one API each (`router`), and the structs of their request bodies (`BODIES`)."""
 OFTEN = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})

@@ -30,8 +30,12 @@ _OPEN_PREFIX = "/page/"
 ADMIN_PATHS = frozenset(
     {"/abort_request", "/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"}
     | {"/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/hicache/storage-backend"}
+    | {"/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"}
+    | {"/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update"}
+    | {"/update_weight_version", "/get_weights_by_name", "/weights_checker"}
     | {"/release_memory_occupation", "/resume_memory_occupation", "/sleep", "/wake_up"}
     | {"/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    | {"/load_lora_adapter_from_tensors"}
 )
 """Routes by which a client affects other clients, or loads code; the same as in SGLang."""
 _ADMIN_PREFIXES = ("/unload", "/api/models/unload")

@@ -28,7 +28,6 @@ from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
 from sglang.srt.managers.front.native_events import NativeEvents
-from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
 
@@ -166,12 +165,12 @@ async def model_info(request: Request) -> Response:
     args, model = manager.args, manager.model_config
     return json_response(
         {
-            "model_path": args.model_path,
+            "model_path": manager.weights.model_path,
             "tokenizer_path": args.tokenizer_path,
             "served_model_name": args.served_model_name,
             "is_generation": not args.is_embedding,
             "preferred_sampling_params": args.preferred_sampling_params,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": manager.weight_version,
             "model_type": model.hf_config.get("model_type"),
             "architectures": [model.architecture],
             "max_model_len": model.context_len,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from sglang.srt.configs.adapters.config import CONFIG_NAME
 from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.errors import UserError
 from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter
@@ -135,7 +136,7 @@ class AdapterLayers(AdapterMemory):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ordered: Any = None
         """The tokens of a step as the kernels take them."""
-        self.names = names = plan.description.names
+        self.names = names = plan.description.names.with_text_names()
         others = [i for i, layer in enumerate(plan.description.layers) if layer.on_other_stage]
         self.on_other_stages = tuple(
             prefix for i in others for prefix in (names.layer_prefix.format(layer=i), f"layers.{i}.")
@@ -201,6 +202,8 @@ class AdapterLayers(AdapterMemory):
         # One version of PEFT wrote all of them, and some sizes do not tell.
         exchanged = any(isinstance(target, ExpertPlace) and target.is_exchanged(pair) for target, _, pair in pairs)
         pairs = [(target, module, replace(pair, exchanged=exchanged)) for target, module, pair in pairs]
+        if self.plan.strict:
+            self._refuse_missing(files)
         pinned = self.device.type == "cuda"
         adapter = HostAdapter({}, torch.zeros((len(self.ranks), 1), dtype=torch.int32, pin_memory=pinned))
         try:
@@ -219,12 +222,26 @@ class AdapterLayers(AdapterMemory):
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
+    def _names_of(self, module: str) -> tuple[str, str]:
+        """Returns the names that a module of an adapter may have in the checkpoint."""
+        name = self.names.canonical(f"{module}.weight").removesuffix(".weight")
+        return name, f"model.{name}"
+
+    def _refuse_missing(self, files: AdapterFiles) -> None:
+        """Raises UserError if the adapter lacks a linear layer that its config names."""
+        there = {name for module in files.pairs for name in self._names_of(module)}
+        missing = next((name for name in self.places if name not in there and files.config.names(name)), None)
+        if missing is not None:
+            raise UserError(
+                f"{files.folder}: {missing} has no lora_A and lora_B, but {CONFIG_NAME} names it in target_modules"
+                " (--lora-strict-loading)."
+            )
+
     def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace | None:
         """Returns where A and B of a module go; None: to another stage, whose ranks check it. Raises UserError if the
         model has none of that name or size."""
-        name, pair = self.names.canonical(f"{module}.weight").removesuffix(".weight"), files.pairs[module]
-        names = name, f"model.{name}"
-        if any(each.startswith(self.on_other_stages) for each in (name, LAYER_OF.sub(r"\1.", name))):
+        names, pair = self._names_of(module), files.pairs[module]
+        if any(each.startswith(self.on_other_stages) for each in (names[0], LAYER_OF.sub(r"\1.", names[0]))):
             return None
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
         if place is not None:

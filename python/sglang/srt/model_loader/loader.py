@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
 from sglang.srt.model_loader import page_cache
 from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.reads import Reads
+from sglang.srt.model_loader.sent_tensors import SentOver, Tensors
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.build import build_model
 from sglang.srt.models.causal_lm import CausalLM, Loadable
@@ -111,13 +112,16 @@ def _in_main_memory(model: Loadable) -> bool:
     return any(param.filled_on is not None for param in model.params.values())
 
 
-def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch.float32) -> tuple[Path, ...]:
+def load_checkpoint(
+    model: Loadable, model_path: str, dtype: torch.dtype = torch.float32, sent: Tensors | None = None
+) -> tuple[Path, ...]:
     """Streams the directory's tensors into the parameters; each is read once, and only this rank's slice. `dtype`: of
-    weights that are dequantized while they are read (GGUF). Returns the files. Raises UserError for missing, unexpected
-    or unfit tensors."""
-    prefix = model.base_prefix
+    weights that are dequantized while they are read (GGUF). `sent`: tensors that take the place of the directory's.
+    Returns the files. Raises UserError for missing, unexpected or unfit tensors."""
     wanted = index_parts(model.weights, model.params.values())
-    checkpoint = find_checkpoint(model_path, dtype, lambda name: model.weights.canonical(name) in wanted)
+    checkpoint: Any = find_checkpoint(model_path, dtype, lambda name: model.weights.canonical(name) in wanted)
+    if sent:
+        checkpoint = SentOver(checkpoint, sent)
     absent = {p.name: p for parts in wanted.values() if _optional(parts) for p, _ in parts}
     fill_random(absent, seed=0)  # until the checkpoint says otherwise: constants
     unknown: list[str] = []
@@ -142,16 +146,12 @@ def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch
         ) as progress,
     ):
         for stored_name, view, file in checkpoint.tensors(after):
-            name = model.weights.canonical(stored_name)
-            if prefix and name not in wanted and (prefix + name in wanted or model.ignored_weight(prefix + name)):
-                name = prefix + name
-            if name not in wanted and usual_fp8_name(name) in wanted:
-                name = usual_fp8_name(name)
+            name = name_of(model, stored_name, wanted)
             if name in loaded:
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")
             if name in wanted:
                 for param, key in wanted[name]:
-                    progress.update(_fill(param, key, stored_name, view, file, reads))
+                    progress.update(fill_part(param, key, stored_name, view, file, reads))
                 loaded.add(name)
             elif not model.ignored_weight(name) and not _adds_nothing(stored_name, file):
                 unknown.append(stored_name)
@@ -165,7 +165,18 @@ def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch
         advice = "; models of embeddings have no such output head: serve one with --is-embedding" if only_head else ""
         raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}{advice}")
     refuse_not_finite(model.params, wanted, model_path)
-    return checkpoint.paths
+    paths: tuple[Path, ...] = checkpoint.paths
+    return paths
+
+
+def name_of(model: Loadable, stored_name: str, wanted: Collection[str]) -> str:
+    """Returns the name by which the model knows a checkpoint's tensor. wanted: names of those that it needs."""
+    name, prefix = model.weights.canonical(stored_name), model.base_prefix
+    if prefix and name not in wanted and (prefix + name in wanted or model.ignored_weight(prefix + name)):
+        name = prefix + name
+    if name not in wanted and usual_fp8_name(name) in wanted:
+        name = usual_fp8_name(name)
+    return name
 
 
 def index_parts(names: WeightMap, params: Iterable[Param]) -> dict[str, list[tuple[Param, PartKey]]]:
@@ -186,18 +197,25 @@ def _optional(parts: list[tuple[Param, PartKey]]) -> bool:
     return all(param.parts[key].optional for param, key in parts)
 
 
-def _fill(param: Param, key: PartKey, name: str, view: Any, file: Any, reads: Reads) -> int:
-    """Copies one part from a checkpoint tensor; returns the number of bytes to read."""
-    part = param.parts[key]
-    if part.other is not None and tuple(view.get_shape()) == part.other.shape != part.shape:
-        part = part.other
-    _check(name, view, part)
+def fill_part(param: Param, key: PartKey, name: str, view: Any, file: Any, reads: Reads) -> int:
+    """Copies one part from a checkpoint tensor; returns the number of bytes to read. Raises UserError for one that does
+    not fit."""
+    part = check_part(param, key, name, view)
     source = view[part.source] if part.sharded else file.get_tensor(name)
     dest = param.tensor[part.dest]
     num_bytes: int = source.nbytes
     source = part.convert(source) if part.convert else source
     reads.copy(dest, source.reshape(dest.shape), later=param.filled_on is not None)
     return num_bytes
+
+
+def check_part(param: Param, key: PartKey, name: str, view: Any) -> TensorPart:
+    """Returns the part that a checkpoint tensor fills. Raises UserError if its shape or type does not fit."""
+    part = param.parts[key]
+    if part.other is not None and tuple(view.get_shape()) == part.other.shape != part.shape:
+        part = part.other
+    _check(name, view, part)
+    return part
 
 
 def _check(name: str, view: Any, part: TensorPart) -> None:

@@ -36,6 +36,8 @@ class AdapterPlan:
     rank: int
     targets: frozenset[str] | None
     shared_outer: bool = False
+    strict: bool = False
+    """Whether an adapter must have each linear layer that its config names."""
 
     @property
     def room(self) -> int:
@@ -102,7 +104,7 @@ def plan_adapters(args: ServerArgs) -> AdapterPlan | None:
         if each.largest_rank > rank:
             raise UserError(f"{each.folder} has rank {each.largest_rank}, above --max-lora-rank {rank}.")
     shared = args.experts_shared_outer_loras or (shares_outer(files) and not args.no_experts_shared_outer_loras)
-    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, shared)
+    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, shared, args.lora_strict_loading)
 
 
 def shares_outer(adapters: Sequence[AdapterFiles]) -> bool:

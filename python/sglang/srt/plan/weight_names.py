@@ -104,6 +104,13 @@ class WeightMap:
                 return name.removesuffix(ending) + usual
         return name
 
+    def with_text_names(self) -> WeightMap:
+        """Returns the names with those that the decoder has in a model of text alone, where it lies elsewhere: what was
+        trained on the one fits the other."""
+        if self.decoder == "model.":
+            return self
+        return replace(self, beginnings=(*self.beginnings, ("model.layers.", f"{self.decoder}layers.")))
+
     def below(self, prefix: str) -> WeightMap:
         """Returns the names for a checkpoint that has the decoder at `prefix`; "model." changes nothing. Names of other
         tensors stay."""

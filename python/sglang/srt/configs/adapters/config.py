@@ -62,6 +62,8 @@ class AdapterConfig:
     rank_pattern: tuple[tuple[Pattern, int], ...] = ()
     alpha_pattern: tuple[tuple[Pattern, float], ...] = ()
     layers: frozenset[int] | None = None
+    excluded: tuple[str, ...] | None = ()
+    """The modules of `exclude_modules`; None: a pattern chose them."""
     parameters: tuple[str, ...] = ()
     """Parameters that have A and B of their own, by the ends of their names: all experts of a layer in one tensor."""
 
@@ -91,6 +93,12 @@ class AdapterConfig:
         number = _LAYER.search(module)
         return self.layers is None or (number is not None and int(number[1]) in self.layers)
 
+    def names(self, module: str) -> bool:
+        """Returns whether the adapter must have A and B of a module, if the model has it: lists name it."""
+        if self.targets is None or self.excluded is None or any(_ends(name, module) for name in self.excluded):
+            return False
+        return self.expects(module)
+
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Reads the adapter_config.json of a folder. Raises UserError for what is malformed or not computed here."""
@@ -113,12 +121,13 @@ def adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig:
         rank=_rank("r", config.default("r", int, 8), source),
         alpha=alpha,
         rslora=config.default("use_rslora", bool, False),
-        targets=_targets(values.get("target_modules"), source),
+        targets=_targets(values.get("target_modules"), "target_modules", source),
         rank_pattern=tuple((each, _rank(key, v, source)) for key, each, v in _patterns(values, "rank_pattern", source)),
         alpha_pattern=tuple(
             (each, _alpha(key, v, source)) for key, each, v in _patterns(values, "alpha_pattern", source)
         ),
         layers=_layers(values.get("layers_to_transform"), source),
+        excluded=_targets(values.get("exclude_modules") or [], "exclude_modules", source),
         parameters=_parameters(values.get("target_parameters"), source),
     )
 
@@ -156,11 +165,11 @@ def _alpha(key: str, value: Any, source: str) -> float:
     return float(value)
 
 
-def _targets(value: Any, source: str) -> tuple[str, ...] | None:
+def _targets(value: Any, key: str, source: str) -> tuple[str, ...] | None:
     if value is None or isinstance(value, str):
         return None
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise UserError(f"{source}: 'target_modules' must be a string or a list of names.")
+        raise UserError(f"{source}: {key!r} must be a string or a list of names.")
     return tuple(value)
 
 

@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.ollama.protocol import (
     OllamaEmbedRequest,
     OllamaGenerateRequest,
 )
+from sglang.srt.entrypoints.openai.adapter_names import adapters_of
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -69,10 +70,11 @@ async def _raw_call(
     service: OpenAIService, body: OllamaGenerateRequest, request: Request
 ) -> tuple[GenerateRequest, ChatFormats]:
     """Returns the call for a prompt that is not rendered by a template."""
-    num_bytes = body_bytes(request)
+    num_bytes, adapters = body_bytes(request), adapters_of(service, body.model)
     chat = await off_event_loop(service, num_bytes, chat_request, body, service.formats)
     params = await off_event_loop(service, num_bytes, sampling_dict, chat, chat.max_tokens)
     call = GenerateRequest(text=body.prompt, sampling_params=params, stream=bool(chat.stream), cuts_length=True)
+    call.lora_path = adapters
     media = media_of(chat.messages)
     call.media = [media] if media else None
     return call, ChatFormats(ModelFormats(), chat, "")
@@ -80,6 +82,7 @@ async def _raw_call(
 
 def _loaded(service: OpenAIService, body: OllamaChatRequest | OllamaGenerateRequest) -> Response:
     """Answers a request that only loads the model."""
+    adapters_of(service, body.model)  # which refuses unknown names
     in_message = isinstance(body, OllamaChatRequest)
     empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if in_message else {"response": ""}
     head = {"model": body.model or service.model_name, "created_at": now()}
@@ -162,26 +165,34 @@ def _details(service: OpenAIService) -> dict[str, Any]:
     }
 
 
-def _card(service: OpenAIService) -> dict[str, Any]:
-    digest = hashlib.sha256(service.manager.args.model_path.encode()).hexdigest()
-    return {
-        "name": service.model_name,
-        "model": service.model_name,
-        "size": 0,
-        "digest": digest,
-        "details": _details(service),
-    }
+def _cards(service: OpenAIService) -> list[dict[str, Any]]:
+    """Returns the cards of the model and of its LoRA adapters."""
+    adapters, details = service.manager.adapters, _details(service)
+    named = {service.model_name: service.manager.args.model_path}
+    of_adapters = {} if adapters is None else {name: adapter.id for name, adapter in adapters.loaded.items()}
+    return [
+        {
+            "name": name,
+            "model": name,
+            "size": 0,
+            "digest": hashlib.sha256(content.encode()).hexdigest(),
+            "details": details if name in named else details | {"parent_model": service.model_name},
+        }
+        for name, content in (named | of_adapters).items()
+    ]
 
 
 def tags(service: OpenAIService, created: int) -> dict[str, Any]:
-    """Returns the list of models, which has one."""
-    return {"models": [_card(service) | {"modified_at": _time(created)}]}
+    """Returns the list of models: the one that is served, and its LoRA adapters."""
+    return {"models": [card | {"modified_at": _time(created)} for card in _cards(service)]}
 
 
 def running(service: OpenAIService) -> dict[str, Any]:
-    """Returns the loaded models, which are those of `tags`: the model is always loaded."""
-    context_len = service.manager.model_config.context_len
-    return {"models": [_card(service) | {"expires_at": _time(2**33), "size_vram": 0, "context_length": context_len}]}
+    """Returns the loaded models, which are those of `tags`: they are always loaded."""
+    more = {
+        "expires_at": _time(2**33), "size_vram": 0, "context_length": service.manager.model_config.context_len,
+    }  # fmt: skip
+    return {"models": [card | more for card in _cards(service)]}
 
 
 def show(service: OpenAIService, created: int) -> dict[str, Any]:

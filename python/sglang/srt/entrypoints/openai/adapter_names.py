@@ -1,4 +1,4 @@
-"""Which LoRA adapter a request names: in the model's name, or as `lora_path`."""
+"""Which LoRA adapter a request names: in the model's name, or as `lora_path`. One rule for every API."""
 
 from __future__ import annotations
 
@@ -7,37 +7,21 @@ from typing import TYPE_CHECKING
 from sglang.srt.entrypoints.http_errors import ApiError
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.openai.protocol import SamplingFields
     from sglang.srt.entrypoints.openai.serving import OpenAIService
 
 AdapterNames = str | list[str | None] | None
 
 
-def adapters_of(service: OpenAIService, body: SamplingFields) -> AdapterNames:
-    """Returns the adapter that `model` names: an adapter's own name, or one behind `model:`; otherwise `lora_path`. A
-    name that is neither the model's nor an adapter's is the model's own business."""
-    named = _in_model_name(service, body.model)
-    return body.lora_path if named is None else named
-
-
-def check_model_name(service: OpenAIService, body: SamplingFields) -> None:
-    """Raises ApiError 404 for a model's name that is neither the model's nor an adapter's, on servers that take
-    adapters: the answers would be those of the model without any."""
-    name, adapters = body.model, service.manager.adapters
-    if adapters is None or name is None or name == service.model_name:
-        return
-    named = _in_model_name(service, name)
-    if named is None or adapters.find(named) is None:
-        raise ApiError(404, f"The model '{name}' does not exist", code="model_not_found", param="model")
-
-
-def _in_model_name(service: OpenAIService, name: str | None) -> str | None:
+def adapters_of(service: OpenAIService, model: str | None, lora_path: AdapterNames = None) -> AdapterNames:
+    """Returns the adapter that `model` names: an adapter's own name, or one behind `model:`; for the model's own name,
+    and without any, `lora_path`. Raises ApiError 404 for other names on servers that take adapters: the answers would
+    be those of the model alone."""
     adapters = service.manager.adapters
-    if adapters is None or name is None or name == service.model_name:
-        return None
-    if adapters.find(name) is not None:
-        return name
-    if name.startswith(f"{service.model_name}:"):
-        return name.removeprefix(f"{service.model_name}:")
-    behind = name.partition(":")[2]
-    return behind if behind and adapters.find(behind) is not None else None
+    if adapters is None or not model or model == service.model_name:
+        return lora_path
+    ours = f"{service.model_name}:"
+    behind = model.removeprefix(ours) if model.startswith(ours) else model.partition(":")[2]
+    adapter = next((name for name in (model, behind) if adapters.find(name) is not None), None)
+    if adapter is None:
+        raise ApiError(404, f"The model '{model[:256]}' does not exist", code="model_not_found", param="model")
+    return adapter

@@ -7,7 +7,7 @@ import math
 
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.openai.adapter_names import AdapterNames, adapters_of
+from sglang.srt.entrypoints.openai.adapter_names import adapters_of
 from sglang.srt.entrypoints.openai.call_ids import with_ids_of_format
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.chat_template import ConversationTooLong
@@ -35,9 +35,10 @@ async def chat_call(
     folds: bool = False,
 ) -> tuple[GenerateRequest, ChatFormats]:
     """Returns the call, and the formats of its outputs. `num_bytes`: approximate size of the conversation. `target`:
-    tokens after which thoughts are ended if the model's format allows it. `folds`: see `_fitted`. Raises ApiError
-    400."""
+    tokens after which thoughts are ended if the model's format allows it. `folds`: see `_fitted`. Raises ApiError,
+    404 for unknown models."""
     service.manager.preparer.require_generation()
+    adapters = adapters_of(service, body.model, body.lora_path)
     body = await off_event_loop(service, num_bytes, _fitted, service, folds, body)
     media = await off_event_loop(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)
@@ -47,6 +48,7 @@ async def chat_call(
         prompt = None
         await off_event_loop(service, num_bytes, check_tools, service.formats.calls_name, body)
     call, formats = await off_event_loop(service, num_bytes, _with_formats, service, rid, prompt, body)
+    call.lora_path = adapters
     call.media = [media] if media else None
     _limit_thoughts(service, body, formats, call, target)
     return call, formats
@@ -56,7 +58,7 @@ def _with_formats(
     service: OpenAIService, rid: str | list[str], prompt: str | None, body: ChatCompletionRequest
 ) -> tuple[GenerateRequest, ChatFormats]:
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
-    call = _generate_request(body, rid, prompt, formats, adapters_of(service, body))
+    call = _generate_request(body, rid, prompt, formats)
     call.kept_bytes = formats.num_bytes
     return call, formats
 
@@ -171,7 +173,6 @@ def _generate_request(
     rid: str | list[str],
     prompt: str | None,
     formats: ChatFormats,
-    adapters: AdapterNames,
 ) -> GenerateRequest:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling_dict(body, max_tokens)
@@ -190,5 +191,4 @@ def _generate_request(
         keep_s=body.keep_s,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
-        lora_path=adapters,
     )

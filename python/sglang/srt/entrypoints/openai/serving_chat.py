@@ -10,7 +10,6 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.held_body import body_bytes
 from sglang.srt.entrypoints.http_stream import Events, until_disconnect
 from sglang.srt.entrypoints.long_json import LongJSON
-from sglang.srt.entrypoints.openai.adapter_names import check_model_name
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
@@ -28,12 +27,10 @@ from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, Re
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     """Answers `POST /v1/chat/completions`, whole or as a stream."""
-    check_model_name(service, body)
     head, rid = new_head("chatcmpl-", body, service, request)
     told, shows = UsageOptions.of(body), not body.hides_thoughts
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
@@ -58,7 +55,7 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
                 "model": head.model,
                 "choices": choices,
                 "usage": usage.as_dict(),
-                "metadata": {"weight_version": WEIGHT_VERSION},
+                "metadata": {"weight_version": service.manager.weight_version},
                 **({"sglext": usage.extension()} if told.extension else {}),
             }
         )

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.http_stream import Events
 from sglang.srt.entrypoints.long_json import LongJSON
-from sglang.srt.entrypoints.openai.adapter_names import AdapterNames, adapters_of, check_model_name
+from sglang.srt.entrypoints.openai.adapter_names import AdapterNames, adapters_of
 from sglang.srt.entrypoints.openai.chunks import CompletionChunks, encode, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
@@ -25,7 +25,6 @@ from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.utils.json_list import Pieces
 
@@ -40,8 +39,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
     _check(body)
     _ = service.tokenizer  # without a tokenizer the answer would be an empty text
     head, rid = new_head("cmpl-", body, service, request)
-    check_model_name(service, body)
-    call = _generate_request(body, rid, adapters_of(service, body))
+    call = _generate_request(body, rid, adapters_of(service, body.model, body.lora_path))
     echoes, told = bool(body.echo), UsageOptions.of(body)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     del body  # the answer needs no more of it
@@ -65,7 +63,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
                 "model": head.model,
                 "choices": [_choice(echo, output, long) for output in outputs],
                 "usage": usage.as_dict(),
-                "metadata": {"weight_version": WEIGHT_VERSION},
+                "metadata": {"weight_version": service.manager.weight_version},
                 **({"sglext": usage.extension()} if told.extension else {}),
             }
         )

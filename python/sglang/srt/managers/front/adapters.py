@@ -1,15 +1,24 @@
-"""The LoRA adapters that requests may name: loaded into every replica, unloaded when no request has them."""
+"""The LoRA adapters that requests may name: loaded into every replica, unloaded when no request has them.
+
+With --max-loaded-loras some of them may have left main memory. The next request of such a one waits until it is read
+again from where it came.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.adapters.arguments import NamedAdapter, checked, named_adapters
-from sglang.srt.configs.adapters.files import content_id, read_adapter_files
+from sglang.srt.configs.adapters.config import CONFIG_NAME
+from sglang.srt.configs.adapters.files import WEIGHTS_NAME, content_id, read_adapter_files
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.control_calls import Undo
 from sglang.srt.managers.front.generate_request import RequestError
@@ -36,13 +45,18 @@ class ServedAdapters:
     """The adapters by name. Changes are made one after another, and one that has begun is completed even if its client
     leaves."""
 
-    def __init__(self, args: ServerArgs, control: Control, in_use: Callable[[str], bool]) -> None:
+    def __init__(self, args: ServerArgs, control: Control, in_use: Callable[[str], bool], folder: Path) -> None:
         """control(kind, args, timeout, undo): the tokenizer manager's. in_use(id): whether a request of the adapter has
-        not ended."""
-        self._args, self._control, self._in_use = args, control, in_use
+        not ended. folder: a directory of this server's own, for adapters that clients send."""
+        self._args, self._control, self._in_use, self._folder = args, control, in_use, folder
         self._by_name: dict[str, ServedAdapter] = {}
         self._leaving: set[str] = set()
         """Names of adapters that are being unloaded: requests get them no more."""
+        self._in_memory: dict[str, bool] = {}
+        """Whether each adapter that the schedulers have is pinned, by its id. The one that was asked for last is at the
+        end."""
+        self._held: Counter[str] = Counter()
+        """How many calls that are being prepared have an adapter, by its id."""
         self._changing = asyncio.Lock()
 
     @property
@@ -66,9 +80,20 @@ class ServedAdapters:
         for adapter in named_adapters(self._args.lora_paths or ()):
             await self.load(adapter.name, adapter.path, adapter.pinned)
 
-    async def load(self, name: str, path: str, pinned: bool = False, below: str | None = None) -> ServedAdapter:
-        """Loads an adapter. below: the directory that it must be in; None: any. Raises RequestError."""
-        return await asyncio.shield(asyncio.create_task(self._load(NamedAdapter(name, path, pinned), below)))
+    async def load(
+        self, name: str, path: str, pinned: bool = False, below: str | None = None, replace: bool = False
+    ) -> ServedAdapter:
+        """Loads an adapter. below: the directory that it must be in; None: any. replace: it takes the place of one that
+        has its name, which requests that run keep. Raises RequestError."""
+        work = self._load(NamedAdapter(name, path, pinned), below, replace)
+        return await asyncio.shield(asyncio.create_task(work))
+
+    async def load_sent(
+        self, name: str, config: Mapping[str, Any], weights: bytes, pinned: bool = False
+    ) -> ServedAdapter:
+        """Loads an adapter of which a client sends adapter_config.json and the bytes of a safetensors file. Raises
+        RequestError."""
+        return await asyncio.shield(asyncio.create_task(self._load_sent(name, config, weights, pinned)))
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter once the requests that have it have ended. Raises RequestError 404 if there is none."""
@@ -76,9 +101,82 @@ class ServedAdapters:
         self._leaving.add(name)
         await asyncio.shield(asyncio.create_task(self._unload(name)))
 
-    async def _load(self, adapter: NamedAdapter, below: str | None) -> ServedAdapter:
+    async def hold(self, names: Any) -> Sequence[str]:
+        """Returns the ids of the adapters that a call names, for `release`; until then they stay in main memory, and
+        those that have left it are read again. names: as `lora_path`; unknown ones are left out. Raises RequestError
+        for what cannot be read any more."""
+        wanted = self._named(names)
+        if all(adapter.id in self._in_memory for adapter in wanted):
+            return self._take(wanted)
+        work = asyncio.create_task(self._read_and_take(names))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(self._release_result)
+            raise
+
+    def _named(self, names: Any) -> Sequence[ServedAdapter]:
+        given = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+        adapters = [self.find(name) for name in given if isinstance(name, str)]
+        return [*{adapter.id: adapter for adapter in adapters if adapter is not None}.values()]
+
+    def _take(self, wanted: Sequence[ServedAdapter]) -> Sequence[str]:
+        ids = [adapter.id for adapter in wanted]
+        self._held.update(ids)
+        for each in ids:
+            if each in self._in_memory:
+                self._in_memory[each] = self._in_memory.pop(each)
+        return ids
+
+    async def _read_and_take(self, names: Any) -> Sequence[str]:
+        """Reads what has left main memory. Calls that wait for their turn hold nothing, so none waits for another."""
         async with self._changing:
-            if adapter.name in self._by_name:
+            wanted = self._named(names)
+            pinned = sum(
+                is_pinned and all(adapter.id != each for adapter in wanted)
+                for each, is_pinned in self._in_memory.items()
+            )
+            most = self._args.max_loaded_loras
+            if most is not None and len(wanted) + pinned > most:
+                raise RequestError(
+                    f"lora_path names {len(wanted)} adapters, more than --max-loaded-loras {most} has room for at once."
+                )
+            ids = self._take(wanted)
+            try:
+                for adapter in wanted:
+                    if adapter.id not in self._in_memory:
+                        await self._read(adapter)
+            except BaseException:
+                self.release(ids)
+                raise
+            return ids
+
+    def _release_result(self, work: asyncio.Task[Sequence[str]]) -> None:
+        """Releases what a call holds that has left meanwhile."""
+        if not work.cancelled() and work.exception() is None:
+            self.release(work.result())
+
+    def release(self, ids: Sequence[str]) -> None:
+        """Releases what `hold` returned."""
+        self._held.subtract(ids)
+        self._held = +self._held
+
+    def _is_busy(self, adapter_id: str) -> bool:
+        return self._held[adapter_id] > 0 or self._in_use(adapter_id)
+
+    async def _load_sent(self, name: str, config: Mapping[str, Any], weights: bytes, pinned: bool) -> ServedAdapter:
+        folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._folder))
+        try:
+            await asyncio.to_thread(_write, folder, config, weights)
+            return await self._load(NamedAdapter(name, str(folder), pinned), None, False)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    async def _load(self, adapter: NamedAdapter, below: str | None, replace: bool) -> ServedAdapter:
+        async with self._changing:
+            before = self._by_name.get(adapter.name)
+            if before is not None and not replace:
                 raise RequestError(f"The LoRA adapter {adapter.name!r} is loaded already; unload it first.")
             if adapter.name == self._args.served_model_name:
                 raise RequestError(f"{adapter.name!r} is the name of the model.")
@@ -86,16 +184,50 @@ class ServedAdapters:
                 adapter_id = await asyncio.to_thread(_identify, adapter, below)
             except UserError as error:
                 raise RequestError(str(error)) from None
-            here = {"adapter": adapter_id}
-            is_new = all(each.id != adapter_id for each in self._by_name.values())
-            await self._ask("read_adapter", {**here, "path": str(Path(adapter.path).expanduser())})
-            while not (await self._control("adapter_read", here, CALL_LIMIT_S, None)).ok:
-                await asyncio.sleep(POLL_S)
-            undo = Undo("unload_adapter", here) if is_new else None
-            await self._ask("load_adapter", {**here, "pinned": adapter.pinned}, undo)
             served = ServedAdapter(adapter.name, adapter.path, adapter_id, adapter.pinned)
+            await self._read(served)
             self._by_name[adapter.name] = served
+            if before is not None:
+                await self._forget(before)
             return served
+
+    async def _read(self, adapter: ServedAdapter) -> None:
+        """Lets all schedulers read an adapter into main memory, or none."""
+        here = {"adapter": adapter.id}
+        is_new = adapter.id not in self._in_memory
+        if is_new:
+            await self._make_room()
+        undo = Undo("unload_adapter", here) if is_new else None
+        await self._ask("read_adapter", {**here, "path": str(Path(adapter.path).expanduser())}, undo)
+        while not (await self._control("adapter_read", here, CALL_LIMIT_S, None)).ok:
+            await asyncio.sleep(POLL_S)
+        await self._ask("load_adapter", {**here, "pinned": adapter.pinned}, undo)
+        self._in_memory[adapter.id] = self._in_memory.pop(adapter.id, False) or adapter.pinned
+
+    async def _make_room(self) -> None:
+        """Waits until main memory may take one more adapter: the one that was asked for longest ago leaves it, of those
+        that no request has. Fewer are pinned than there are slots, and main memory has as many places as these at
+        least."""
+        most = self._args.max_loaded_loras
+        while most is not None and len(self._in_memory) >= most:
+            idle = (each for each, pinned in self._in_memory.items() if not pinned and not self._is_busy(each))
+            oldest = next(idle, None)
+            if oldest is None:
+                await asyncio.sleep(POLL_S)
+            else:
+                await self._drop(oldest)
+
+    async def _drop(self, adapter_id: str) -> None:
+        """Takes an adapter from main memory."""
+        pinned = self._in_memory.pop(adapter_id)
+        try:
+            await self._ask("unload_adapter", {"adapter": adapter_id})
+        except BaseException:
+            self._in_memory[adapter_id] = pinned
+            raise
+
+    def _is_named(self, adapter_id: str) -> bool:
+        return any(each.id == adapter_id for each in self._by_name.values())
 
     async def _unload(self, name: str) -> None:
         async with self._changing:
@@ -103,18 +235,36 @@ class ServedAdapters:
             try:
                 if adapter is None:  # another call has unloaded it meanwhile
                     return
-                if not any(each.id == adapter.id for each in self._by_name.values() if each.name != name):
-                    while self._in_use(adapter.id):
-                        await asyncio.sleep(POLL_S)
-                    await self._ask("unload_adapter", {"adapter": adapter.id})
                 del self._by_name[name]
+                try:
+                    await self._forget(adapter)
+                except BaseException:
+                    self._by_name[name] = adapter
+                    raise
             finally:
                 self._leaving.discard(name)
+
+    async def _forget(self, adapter: ServedAdapter) -> None:
+        """Takes an adapter that has lost its name from main memory once no request has it, unless another name has
+        it, and removes the files that a client sent."""
+        if not self._is_named(adapter.id):
+            while self._is_busy(adapter.id):
+                await asyncio.sleep(POLL_S)
+            if adapter.id in self._in_memory:
+                await self._drop(adapter.id)
+        folder = Path(adapter.path)
+        if folder.parent == self._folder and all(each.path != adapter.path for each in self._by_name.values()):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _ask(self, kind: str, args: dict[str, Any], undo: Undo | None = None) -> None:
         reply = await self._control(kind, args, CALL_LIMIT_S, undo)
         if not reply.ok:
-            raise RequestError(reply.message)
+            raise RequestError(reply.message, reply.data.get("status", 400))
+
+
+def _write(folder: Path, config: Mapping[str, Any], weights: bytes) -> None:
+    (folder / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
+    (folder / WEIGHTS_NAME).write_bytes(weights)
 
 
 def _identify(adapter: NamedAdapter, below: str | None) -> str:

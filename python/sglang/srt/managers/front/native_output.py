@@ -14,7 +14,7 @@ from sglang.srt.managers.front.draft_details import draft_meta_info
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
-from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+from sglang.srt.managers.wire.io_struct import DEFAULT_VERSION, FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.sampling.thoughts import Thoughts
@@ -23,7 +23,6 @@ FEW_LOGPROBS = 1 << 12
 """Log probabilities of which dicts are made, and then JSON, in two milliseconds."""
 LOGPROB_FIELDS = [f"{part}_{name}logprobs" for part in ("output", "input") for name in ("token_", "top_", "token_ids_")]
 """Fields of `meta_info`, in their order."""
-WEIGHT_VERSION = "default"
 """Value for the weights that the server was started with."""
 
 
@@ -177,12 +176,14 @@ def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict
         "id": rid,
         "finish_reason": None if finish is None else finish_dict(finish),
         "prompt_tokens": meta.prompt_tokens,
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": DEFAULT_VERSION if meta.weight_versions is None else meta.weight_versions[-1][0],
         "num_retractions": meta.num_retractions,
         "reasoning_tokens": meta.reasoning_tokens,
         "completion_tokens": meta.completion_tokens,
         "cached_tokens": meta.cached_tokens,
     }
+    if meta.weight_versions is not None and len(meta.weight_versions) > 1:
+        info["weight_versions"] = [{"version": name, "start": start} for name, start in meta.weight_versions]
     if meta.host_tokens is not None:
         info["cached_tokens_details"] = _cached_tokens_details(meta, meta.host_tokens)
     return info if meta.drafts is None else info | draft_meta_info(meta.drafts)

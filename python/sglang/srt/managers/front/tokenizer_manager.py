@@ -46,6 +46,7 @@ from sglang.srt.managers.front.request_trace import RequestTracer
 from sglang.srt.managers.front.sequence_table import ActiveSequence, SequenceTable
 from sglang.srt.managers.front.sleeper import RETRY_AFTER_S, Sleeper
 from sglang.srt.managers.front.text_encoder import TextEncoder
+from sglang.srt.managers.front.weight_updates import WeightUpdates
 from sglang.srt.managers.reap import close_together
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
@@ -74,6 +75,8 @@ SEQUENCE_TOKENS, BYTES_A_TOKEN = 4096, 8
 """Prompt tokens that count for a sequence by itself, and bytes of its parameters that count as one token."""
 DRAIN_POLL_S = 0.02
 FLUSH_CACHE = "flush_cache"
+PAUSES = {"pause": True, "resume": False}
+"""Control calls that pause generation, and that end a pause."""
 
 
 class ServerStatus(enum.Enum):
@@ -132,7 +135,10 @@ class TokenizerManager:
         self.adapters: ServedAdapters | None = None
         """LoRA adapters; None: the server takes none."""
         if args.enable_lora:
-            self.adapters = ServedAdapters(args, self.control, self._uses_adapter)
+            self.adapters = ServedAdapters(args, self.control, self._uses_adapter, Path(ports[0].root))
+        self.weight_version = args.weight_version
+        """Name of the weights that are served."""
+        self.weights = WeightUpdates(self)
         self.preparer = RequestPreparer(args, model_config, encode, self.media, self.text.encode_pair, self.adapters)
         self._sequences = SequenceTable(None if self.media is None else self.media.files)
         self._logprobs = LogprobBudget()
@@ -269,17 +275,28 @@ class TokenizerManager:
         """Checks, tokenizes and sends a call. Raises RequestError; then nothing was sent."""
         created = time.monotonic()
         self._refuse_when_down()
+        if self.weights.under_way is not None:
+            await self.weights.wait()
         await self._admit()
-        call = await self.preparer.prepare(req)
+        adapters = self.adapters if req.lora_path else None
+        adapter_ids = () if adapters is None else await adapters.hold(req.lora_path)
         try:
-            await self._admit()
-            stream = await self._submit(req, call, created)
+            stream = await self._prepare_and_submit(req, created)
         finally:
-            self.preparer.release(call)  # the sequences hold them by now
+            if adapters is not None:
+                adapters.release(adapter_ids)
         if req.on_submitted is not None:
             req.release_inputs()
             req.on_submitted(req.kept_bytes + stream.kept_bytes)
         return stream
+
+    async def _prepare_and_submit(self, req: GenerateRequest, created: float) -> GenerationStream:
+        call = await self.preparer.prepare(req)
+        try:
+            await self._admit()
+            return await self._submit(req, call, created)
+        finally:
+            self.preparer.release(call)  # the sequences hold them by now
 
     async def _submit(self, req: GenerateRequest, call: PreparedCall, created: float) -> GenerationStream:
         self._refuse_when_down()
@@ -326,6 +343,8 @@ class TokenizerManager:
         if kind == FLUSH_CACHE and any(reply.ok for reply in replies.by_replica.values()):
             self._router.forget_prefixes()
             self.text.forget_prefixes()
+        if kind in PAUSES and not replies.refused and not replies.late:
+            self.weights.paused = PAUSES[kind]
         if undo is not None:
             await undo_where_done(undo, replies, timeout)
         if replies.late:
@@ -338,9 +357,11 @@ class TokenizerManager:
             return reply
         return ControlReply(reply.id, False, f"Replica {replica.index}: {reply.message}", reply.data)
 
-    async def control_each(self, kind: str, timeout: float = 60.0) -> dict[int, ControlReply]:
+    async def control_each(
+        self, kind: str, timeout: float = 60.0, args: dict[str, Any] | None = None
+    ) -> dict[int, ControlReply]:
         """Asks like `control`. Returns the replies by replica, without those of replicas that end meanwhile."""
-        replies = await ask_each(self._asked(), kind, {}, timeout)
+        replies = await ask_each(self._asked(), kind, args or {}, timeout)
         if replies.late:
             raise late_error(kind, timeout)
         return {replica.index: reply for replica, reply in replies.by_replica.items()}

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.configs.adapters.files import content_id, read_adapter_files
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.managers.scheduler.leader import DrainSlots
 
 if TYPE_CHECKING:
     from sglang.srt.layers.adapter_memory import HostAdapter
@@ -77,16 +79,20 @@ class Turn:
 
     rid: str = ""
     passed: int = 0
+    since: float = field(default_factory=lambda: time.monotonic())
+    told: bool = False
+    """Whether the leader has decided that it has waited long."""
 
 
 class AdapterTable:
     """The adapters, and their slots."""
 
-    def __init__(self, runner: ModelRunner, policy: str, most: int | None) -> None:
-        """policy: as --lora-eviction-policy; most: adapters in main memory, None: any number."""
+    def __init__(self, runner: ModelRunner, policy: str, most: int | None, drain_after_s: float = 0.0) -> None:
+        """policy: as --lora-eviction-policy; most: adapters in main memory, None: any number; drain_after_s: as
+        --lora-drain-wait-threshold."""
         assert runner.adapters is not None
         self._runner, self._layers, self._policy, self._most = runner, runner.adapters, policy, most
-        self._num_slots = runner.adapters.plan.slots
+        self._num_slots, self._drain_after_s = runner.adapters.plan.slots, drain_after_s
         self._loaded: dict[str, Loaded] = {}
         self._reading: dict[str, Reading] = {}
         self._clock = 0
@@ -133,8 +139,13 @@ class AdapterTable:
         return ""
 
     def unload(self, adapter_id: str) -> None:
-        """Forgets an adapter that no request has."""
+        """Forgets an adapter that no request has, also one that is being read."""
         self._loaded.pop(adapter_id, None)
+        self.forget_reading(adapter_id)
+
+    def forget_reading(self, adapter_id: str) -> None:
+        """Forgets what was read of an adapter, or is being read."""
+        self._reading.pop(adapter_id, None)
 
     def _num_pinned(self) -> int:
         return sum(loaded.pinned for loaded in self._loaded.values())
@@ -180,6 +191,19 @@ class AdapterTable:
         self.entering.entered(req)
         self._runner.set_adapter(req.slot, loaded.slot)
 
+    def decisions(self) -> list[DrainSlots]:
+        """Returns the leader's new decision about the request that waits for a slot."""
+        turn, limit = self.turn, self._drain_after_s
+        if not limit or not turn.rid or turn.told or time.monotonic() - turn.since < limit:
+            return []
+        turn.told = True
+        return [DrainSlots(turn.rid)]
+
+    def drain(self, rid: str) -> None:
+        """Lets no other request with an adapter pass this one, if it is the one that waits for a slot."""
+        if self.turn.rid == rid:
+            self.turn.passed = MAX_PASSED
+
     def usage(self) -> dict[str, int]:
         """Returns how many adapters are in main memory, and how many of these in slots."""
         return {"loaded": len(self._loaded), "in_slots": sum(1 for each in self._loaded.values() if each.slot)}
@@ -205,7 +229,7 @@ class Entering:
         if not self._blocked:
             self._blocked = True
             if turn.rid != req.rid:
-                turn.rid, turn.passed = req.rid, 0
+                self.table.turn = Turn(req.rid)
         return False
 
     def entered(self, req: Req) -> None:

@@ -35,8 +35,15 @@ class SlowMask(msgspec.Struct, tag=True):
     """0: not long."""
 
 
+class DrainSlots(msgspec.Struct, tag=True):
+    """The request that waits for a slot for its adapter has waited long: others with an adapter wait behind it. Another
+    id than that of the one that waits is ignored."""
+
+    rid: str
+
+
 class Heartbeat(msgspec.Struct, tag=True):
     """A message during silence that every rank answers, so that a lost machine is noticed."""
 
 
-LeaderDecision = EndReq | GrammarVerified | SlowMask | Heartbeat
+LeaderDecision = EndReq | GrammarVerified | SlowMask | DrainSlots | Heartbeat

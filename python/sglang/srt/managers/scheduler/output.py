@@ -124,6 +124,7 @@ def _meta(req: Req, length: int) -> TokenMeta:
     return TokenMeta(
         req.prompt_len, length, req.hit_len, req.num_retractions, req.started_time, req.first_token_time,
         drafts=drafts, host_tokens=req.host_len, stored_tokens=req.stored_len,
+        weight_versions=req.weight_versions,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Req:
         "num_stored",
         "num_unsent",
         "output",
+        "own_namespace",
         "parameter_bytes",
         "params",
         "pending_finish",
@@ -113,6 +115,7 @@ class Req:
         "token_ids_logprob",
         "tokens",
         "top_logprobs_num",
+        "weight_versions",
     )
     kv_len, planned_len, slack, reserved_len = BySlot(), BySlot(), BySlot(), BySlot()
     num_speculative_tokens = BySlot()
@@ -139,7 +142,10 @@ class Req:
         self.keep_until = msg.received + msg.keep_s if msg.keep_s else 0.0
         """Its prompt stays cached before others until then; 0: it does not."""
         self.seed = seed
-        self.namespace = msg.cache_namespace
+        self.namespace = self.own_namespace = msg.cache_namespace
+        """The prefixes that it shares; `own_namespace` is what the client asked for, without the weights' key."""
+        self.weight_versions: list[tuple[str, int]] | None = None
+        """Versions of the weights that computed it, each with its first output token; None: those of start-up."""
         self.adapter = msg.adapter
         """The id of its LoRA adapter; None: it has none."""
         self.stop_ids = stop_ids
@@ -229,6 +235,11 @@ class Req:
         watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
         searched = bool(self.params.stop or self.params.stop_regex)
         self.plain = not (watched or searched or self.return_logprob) and self.max_output > 0
+
+    def enter_weights(self, key: str) -> None:
+        """Shares prefixes only with requests of the same weights from now on."""
+        if key:
+            self.namespace = json.dumps([self.own_namespace, "weights", key, ""])
 
     def set_mask_ms(self, milliseconds: int) -> None:
         """Notes how long its grammar takes for a token."""

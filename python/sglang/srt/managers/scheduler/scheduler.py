@@ -39,6 +39,7 @@ from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.scheduler.stale_steps import redo_stale
 from sglang.srt.managers.scheduler.stop_tokens import StopTokens
 from sglang.srt.managers.wire.io_struct import (
+    DEFAULT_VERSION,
     AbortReq,
     BatchTokenIDOut,
     FinishReason,
@@ -106,7 +107,9 @@ class Scheduler:
         self.adapters: AdapterTable | None = None
         """LoRA adapters; None: the server takes none."""
         if self.plan.adapters is not None:
-            self.adapters = AdapterTable(runner, args.lora_eviction_policy, args.max_loaded_loras)
+            self.adapters = AdapterTable(
+                runner, args.lora_eviction_policy, args.max_loaded_loras, args.lora_drain_wait_threshold
+            )
         self.choice = PromptChoice(
             runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size,
             self.adapters,
@@ -123,6 +126,10 @@ class Scheduler:
         """Of these, with their output so far."""
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
+        self.weights_key = ""
+        """Part of the prefix cache's keys since the weights were replaced; "": they are those of start-up."""
+        self.weight_version: str | None = None if args.weight_version == DEFAULT_VERSION else args.weight_version
+        """Version that replies name; None: the default."""
         self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
@@ -325,6 +332,7 @@ class Scheduler:
         """Gives up a request's slots and puts it at the head of the queue."""
         self._release(req)
         req.num_retractions += 1
+        req.enter_weights(self.weights_key)
         req.queued_time = time.monotonic()
         self.waiting.appendleft(req)
 
@@ -457,6 +465,9 @@ class Scheduler:
             self.totals.prompts.give_back(req.prompt, req.media is not None)
             self.refuse(req, refusal)
             return None
+        if self.weight_version is not None:
+            req.weight_versions = [(self.weight_version, 0)]
+        req.enter_weights(self.weights_key)
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
         self.stops.add(req.stop_ids)
@@ -525,6 +536,28 @@ class Scheduler:
             self.running.clear()
             for req in reversed(retracted):
                 self.requeue(req)
+
+    def change_weights(self, key: str | None, version: str | None) -> None:
+        """Keeps cached prefixes of other weights from requests that begin with new ones; those that run go on under the
+        old key. key: of the new weights; None: they have not changed. version: what replies name from now on; None: the
+        same as before."""
+        self.sync()
+        if key is not None:
+            self.weights_key = key
+            for req in self.reqs.values():
+                if not req.slot:
+                    req.enter_weights(key)
+                    req.node = None
+            if self.media.features is not None:
+                self.media.features.clear()
+        if version is None:
+            return
+        for req in self.reqs.values():
+            before = req.weight_versions or [(self.weight_version or DEFAULT_VERSION, 0)]
+            kept = [span for span in before if span[1] < len(req.output)]
+            req.weight_versions = [*kept, (version, len(req.output))]
+            req.meta_changed = True
+        self.weight_version = version
 
     def flush_cache(self, keeps_host: bool = False) -> bool:
         """Empties the prefix cache. Returns False while requests run or, except during a pause, wait. keeps_host: what

@@ -32,7 +32,14 @@ from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision, SlowMask
+from sglang.srt.managers.scheduler.leader import (
+    DrainSlots,
+    EndReq,
+    GrammarVerified,
+    Heartbeat,
+    LeaderDecision,
+    SlowMask,
+)
 from sglang.srt.managers.scheduler.memory_control import BUSY, MemoryControl
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
@@ -41,6 +48,7 @@ from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, Req
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_plan, load_runner
 from sglang.srt.managers.scheduler.scheduler_stats import Load
+from sglang.srt.managers.scheduler.weight_updates import CALLS, WeightUpdates
 from sglang.srt.managers.watchdog import Watchdog, heartbeat_seconds
 from sglang.srt.managers.wire import ipc, token_ids
 from sglang.srt.managers.wire.io_struct import (
@@ -110,6 +118,8 @@ class SchedulerProcess:
         self.arrays = ReceivedArrays(args, Path(ports.shared_arrays))
         self._encoder = token_ids.encoder()
         self._decoder = token_ids.decoder(list[SchedulerInput | LeaderDecision])
+        self.weights = WeightUpdates(args, runner, self.scheduler, self.memory)
+        self.watchdog: Watchdog | None = None
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
         self.timeouts = RequestTimeouts.from_environment()
         self._idle_load: Load | None = None
@@ -119,7 +129,8 @@ class SchedulerProcess:
 
     def run_forever(self) -> None:
         """Runs one step after the other; sleeps in `receive` while there is nothing to do."""
-        with Watchdog(self.args.watchdog_timeout) as watchdog:
+        with Watchdog(self.args.watchdog_timeout) as self.watchdog:
+            watchdog = self.watchdog
             while True:
                 if self.heartbeat_s is None or self.leader:  # shows other machines that the leader lives
                     watchdog.idle()
@@ -143,6 +154,8 @@ class SchedulerProcess:
                 messages.append(Heartbeat())
             messages += [*self.decisions, *self.grammar_queue.decisions()]
             self.decisions.clear()
+            if isinstance(self.scheduler, Scheduler) and self.scheduler.adapters is not None:
+                messages += self.scheduler.adapters.decisions()
             inbox, end = self.inbox, self.inbox.num_bytes + RECV_BYTES
             while len(messages) < RECV_LIMIT and inbox.num_bytes < end and (message := inbox.recv_nowait()) is not None:
                 messages.append(message)
@@ -183,6 +196,8 @@ class SchedulerProcess:
             self.grammar_queue.build(message)
         elif isinstance(message, SlowMask):
             self.scheduler.note_slow_mask(message.rid, message.milliseconds)
+        elif isinstance(message, DrainSlots):
+            self._adapters().drain(message.rid)
         elif isinstance(message, Heartbeat):
             parallel_state.answer_heartbeat()
         elif isinstance(message, ArrayPart):
@@ -229,6 +244,10 @@ class SchedulerProcess:
 
     def control(self, msg: ControlReq) -> ControlReply:
         """Returns the answer to a control call."""
+        if msg.kind in CALLS:
+            if self.watchdog is not None:  # files and trainers take their time
+                self.watchdog.idle()
+            return self.weights.control(msg)
         handler = self._CONTROLS.get(msg.kind)
         if handler is None:
             return ControlReply(msg.id, ok=False, message=f"unknown control call {msg.kind!r}")
@@ -355,7 +374,8 @@ class SchedulerProcess:
 
     def _load_adapter(self, msg: ControlReq) -> ControlReply:
         if self.state.asleep:
-            return ControlReply(msg.id, False, self.state.problem)
+            self._adapters().forget_reading(msg.args["adapter"])
+            return ControlReply(msg.id, False, self.state.problem, {"status": 503})
         problem = self._adapters().end(msg.args["adapter"], msg.args["pinned"])
         return ControlReply(msg.id, not problem, problem)
 

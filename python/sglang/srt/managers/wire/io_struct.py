@@ -21,6 +21,9 @@ from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.media_item import MediaItem
 from sglang.srt.utils.shared_array import SharedArray
 
+DEFAULT_VERSION = "default"
+"""Version of the weights of start-up, unless a flag names another."""
+
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
     """Reason for which a request ended. `type` is stop, length or abort; `matched` the stop token id or string;
@@ -87,7 +90,8 @@ class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     stop_profile, pause (`args`: mode), resume, sleep (tags, keep_weights), wake (tags), set_corpora (`args`: path),
     storage_backend, attach_storage (`args`: backend, extra, prefetch_policy, write_policy), detach_storage (`args`:
     undo, perhaps), read_adapter (`args`: adapter, path), adapter_read (adapter), load_adapter (adapter, pinned),
-    unload_adapter (adapter), ping."""
+    unload_adapter (adapter), ping, and those of
+    `scheduler/weight_updates.CALLS`."""
 
     id: str
     kind: str
@@ -147,6 +151,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True, gc=False):
     """Cached tokens that were loaded from main memory; None: no prefixes are kept there."""
     stored_tokens: int | None = None
     """Part of `host_tokens` that was read from a store; None: there is no store."""
+    weight_versions: list[tuple[str, int]] | None = None
+    """Versions of the weights that computed it, each with its first output token; None: the default alone."""
 
     def after(self, num_new: int) -> TokenMeta:
         """Returns the counts after `num_new` more output tokens."""
