@@ -369,10 +369,15 @@ def _refuse_not_finite(tensors: Tensors) -> None:
     broken = [
         name
         for name, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel() and not tensor.isfinite().all()
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel() and not _is_finite(tensor)
     ]
     if broken:
         raise UserError(f"weights that are NaN or infinite: {', '.join(sorted(broken)[:10])}")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Returns whether all values are. On a CPU this takes a ninth of the time of `isfinite`."""
+    return all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
 def _of_all_ranks(digest: str) -> list[str]:
