@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_app import create_api
 from sglang.srt.entrypoints.http_errors import ApiError, error_response, json_response
-from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders
+from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders, with_sessions
 from sglang.srt.entrypoints.http_origins import with_origins_checked
 from sglang.srt.entrypoints.http_request_id import RequestIds
 from sglang.srt.entrypoints.http_server import Server, run_server
@@ -58,6 +58,8 @@ class ServedModel:
         """Raises UserError."""
         self.named, self.state = named, ServerState(named.args)
         self.api = create_api(self.state)
+        self.app = with_sessions(self.api, named.args)
+        """Its application with the middleware that the model's own flags ask for."""
         self.handle: EngineHandle | None = None
 
     async def sleep(self) -> None:
@@ -119,10 +121,10 @@ class SwitchingApp:
         if scope["path"] in SWITCHED:
             raise ApiError(400, f"models sleep and wake by themselves here; {UNLOAD}/NAME puts one to sleep")
         if scope["method"] not in ("POST", "PUT") or model.state.unavailable() is not None:
-            await model.api(scope, receive, send)
+            await model.app(scope, receive, send)
             return
         async with self._switch.use(name):
-            await model.api(scope, receive, send)
+            await model.app(scope, receive, send)
 
     def _named(self, name: str) -> str:
         """Returns the name of a model, given that, an alias, or either with an adapter behind a colon. Raises ApiError
