@@ -151,7 +151,7 @@ def updated(engine: Any, path: str, expected: list[list[int]], how: str) -> None
         f" {equal} of {total} tokens of a fresh start", flush=True,
     )  # fmt: skip
     expect(got == expected, f"tokens after {how}")
-    expect(abs(grown) < 0.1, f"memory after {how}")
+    expect(grown < 0.1, f"memory after {how}")
 
 
 def check(name: str, folder: Path) -> None:

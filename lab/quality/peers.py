@@ -17,8 +17,8 @@ def hidden_states(checkpoint: str, prompts: Sequence[Sequence[int]], device: str
 
 
 def hidden_states_of_llama_cpp(file: str, prompts: Sequence[Sequence[int]], device: str) -> list[torch.Tensor]:
-    """Returns the final hidden states [n, H] fp32 of each prompt, as llama.cpp computes them from a GGUF file. Needs
-    the package llama-cpp-python, built for the device."""
+    """Returns the final hidden states [n, H] of each prompt, as llama.cpp computes them from a GGUF file, rounded to
+    bfloat16 as `head` takes them. Needs the package llama-cpp-python, built for the device."""
     import llama_cpp
     import numpy as np
 
@@ -41,7 +41,7 @@ def hidden_states_of_llama_cpp(file: str, prompts: Sequence[Sequence[int]], devi
         if status := llama_cpp.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode returned {status}")
         values = np.ctypeslib.as_array(llama_cpp.llama_get_embeddings(context), (len(ids), size))
-        states.append(torch.from_numpy(values.copy()))
+        states.append(torch.from_numpy(values.copy()).bfloat16().float())
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(model)
     return states

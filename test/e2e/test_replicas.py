@@ -181,6 +181,36 @@ def test_a_session_stays_with_its_replica(http: httpx.Client) -> None:
     assert http.post("/close_session", json={"session_id": session}).status_code == 200
 
 
+def agents_turns(http: httpx.Client, name: str, turns: int) -> list[int]:
+    """Returns the cached tokens of an agent's turns, each of which repeats the one before."""
+    cached = []
+    for turn in range(1, turns + 1):
+        body = {"text": SHARED[0] + f"{name} tells it again. " * (4 * turn), "sampling_params": greedy(2)}
+        reply = http.post("/generate", json=body, headers={"x-session-id": name})
+        assert reply.status_code == 200, reply.text
+        cached.append(reply.json()["meta_info"]["cached_tokens"])
+    return cached
+
+
+@pytest.mark.parametrize("layout", ["--dp-size 2", "--tp-size 2 --attn-dp-size 2"])
+def test_agents_stay_where_their_prefix_is(layout: str) -> None:
+    """Two agents with the same instructions: the second one begins at the other replica, which has not seen them. When
+    a replica has ended, its agent goes on at the other one, and stays there."""
+    affinity = ("--load-balance-method", "prefix_affinity", "--prefix-affinity-fallback", "round_robin")
+    flags = (*layout.split(), *affinity, "--max-total-tokens", "4096")
+    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+        for name in ("Ada", "Bob"):
+            first, *later = agents_turns(http, name, 4)
+            assert first == 0 and later == sorted(later) and later[0] > 60
+        if layout == "--dp-size 2":
+            pids = children(server)
+            os.kill(pids["DP0"], signal.SIGKILL)
+            wait_until(lambda: gone(pids["detokenizer DP0"]))
+            first, *later = agents_turns(http, "Ada", 4)
+            assert 0 < first < later[0] < later[1] < later[2], "Bob's instructions, then its own turns"
+            assert min(agents_turns(http, "Bob", 4)) > 60
+
+
 def test_grammars_hold_on_both(http: httpx.Client) -> None:
     params = {**greedy(8), "regex": "(yes|no), [0-9]{3}", "ignore_eos": False}
     with ThreadPoolExecutor(4) as threads:

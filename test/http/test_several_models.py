@@ -73,6 +73,19 @@ def test_the_request_chooses(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
 
+def test_what_computes_nothing_wakes_nobody(http: httpx.Client) -> None:
+    text(http, "first")
+    assert http.post("/v1/batches", json={"model": "second"}).status_code == 404
+    assert http.post("/upstream/second/flush_cache").status_code == 200
+    for name in ("second:ahoy", "gpt-4o:ahoy", "second:"):  # no model here takes adapters
+        assert ask(http, name).json()["code"] == "model_not_found"
+    assert http.post("/api/models/unloadsecond").status_code == 404
+    assert http.get("/v1/models/second:ahoy").status_code == 404
+    assert states(http) == {"first": "awake", "second": "asleep"}
+    assert {each["name"] for each in http.get("/api/tags").json()["models"]} == {"first", "second"}
+    assert {each["name"] for each in http.get("/api/ps").json()["models"]} == {"first"}
+
+
 def test_upstream_and_unload(http: httpx.Client) -> None:
     assert http.get("/upstream/second/model_info").json()["served_model_name"] == "second"
     body = {"text": "The harbour", "sampling_params": {"max_new_tokens": 4}}

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from sglang.plan.cache_forms import EXPLANATION, form_rows, forms_json
 from sglang.plan.floors import Floor
 from sglang.plan.host_memory import Machine
 from sglang.plan.layouts import CLEARLY, GIB, Load, Prospect, Survey, check_counts, survey
@@ -125,6 +126,8 @@ def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, A
         "layouts": [_prospect_json(prospect, accept_length) for prospect in result.prospects],
         "refused": [{"layout": str(layout), "reason": reason} for layout, reason in result.refused],
         "tuned_files": {str(layout): file for layout, file in result.tuned_files},
+        "cache_forms": {"layout": None if result.forms_of is None else str(result.forms_of)}
+        | {"forms": forms_json(result.forms)},
         "gains": [_gain_json(*pair) for pair in result.gains()],
         "recommended": None if best is None else str(best.layout),
         "reasons": reasons(result),
@@ -285,7 +288,7 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
         lines.append(f"No kernel here serves {names}.")
     lines += ["", *_table(result), ""]
     lines += [f"{name}: {meaning}" for name, meaning in dict(COLUMNS).items() if name != "layout"]
-    lines += ["", *_gains(result)]
+    lines += ["", *_forms(result), *_gains(result)]
     lines += _in_main_memory(result)
     lines += ["", *_traffic(result), *_predictions(result), *_drafted(result, accept_length)]
     best = result.best()
@@ -306,6 +309,20 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
 def _table(result: Survey) -> list[str]:
     rows = [tuple(name for name, _ in COLUMNS), *(_row(prospect) for prospect in result.prospects)]
     return _aligned(rows)
+
+
+def _forms(result: Survey) -> list[str]:
+    """Returns the table of tokens by the form of the cache, with the reasons why one is not served."""
+    if not result.forms:
+        return []
+    lines = [
+        f"Tokens of a server with {result.forms_of}, by the form of its cache:",
+        *_aligned([*form_rows(result.forms)]),
+    ]
+    for form in result.forms:
+        if form.refused is not None:
+            lines += textwrap.wrap(f"{form.bits} bits: not served: {form.refused}", 116)
+    return [*lines, *textwrap.wrap(EXPLANATION, 116), ""]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

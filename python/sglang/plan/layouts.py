@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.explain import Explanation, explain
+from sglang.plan.cache_forms import CacheForm, cache_forms
 from sglang.plan.floors import Floor, StepFloors
 from sglang.plan.host_memory import UNKNOWN, Machine
 from sglang.plan.predictions import Prediction, predict
@@ -183,6 +184,9 @@ class Survey:
     prospects: tuple[Prospect, ...]
     refused: tuple[tuple[Layout, str], ...]
     tuned_files: tuple[tuple[Layout, str], ...]
+    forms_of: Layout | None = None
+    """The layout of `forms`: the best one, or without one that with the most tokens."""
+    forms: tuple[CacheForm, ...] = ()
 
     def best(self) -> Prospect | None:
         """Returns the best layout in which a server starts, or None: the one with the most tokens a second for the
@@ -228,6 +232,7 @@ def survey(
     each = gpus // nodes
     gpus_of_one = each if nodes > 1 else arch.gpus_per_machine
     prospects, refused, tuned = [], [], []
+    explanations: dict[Layout, tuple[ServerArgs, Explanation]] = {}
     first: Explanation | None = None
     for layout in _layouts(gpus, gpus if nodes > 1 else arch.gpus_per_machine or gpus):
         if nodes > 1:
@@ -247,10 +252,16 @@ def survey(
             refused.append((layout, problem))
             continue
         prospects.append(_prospect(args, words, layout, explained, load, gpus_of_one))
+        explanations[layout] = args, explained
         if explained.moe_tiles:
             tuned.append((layout, explained.moe_tiles))
     assert first is not None
-    return Survey(first, gpus, nodes, load, tuple(prospects), tuple(refused), tuple(tuned))
+    result = Survey(first, gpus, nodes, load, tuple(prospects), tuple(refused), tuple(tuned))
+    shown = result.best() or max(prospects, key=lambda prospect: prospect.tokens, default=None)
+    if shown is None:
+        return result
+    forms = cache_forms(*explanations[shown.layout], arch, free_memory, machine)
+    return replace(result, forms_of=shown.layout, forms=forms)
 
 
 def _layouts(gpus: int, maximum: int) -> Iterator[Layout]:

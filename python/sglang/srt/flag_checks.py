@@ -138,7 +138,7 @@ _ONLY_WITH_ADAPTERS = (
     "lora_drain_wait_threshold",
     "lora_strict_loading",
 )
-_NOT_WITH_ADAPTERS = ("pp_size", "attn_dp_size", "nnodes")
+_NOT_WITH_ADAPTERS = ("attn_dp_size", "nnodes")
 
 
 def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:

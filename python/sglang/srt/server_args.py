@@ -20,7 +20,7 @@ from sglang.srt.arguments.model import ModelArgs
 from sglang.srt.arguments.serving import LoggingArgs, ServingArgs
 from sglang.srt.arguments.sleep import SleepArgs
 from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
-from sglang.srt.configs.load_balance import BALANCE_METHODS
+from sglang.srt.configs.load_balance import BALANCE_METHODS, LOAD_METHODS, TOTAL_TOKENS
 from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.configs.quantization import SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MAX_DRAFT_TOKENS, NEXTN, UNQUANTIZED
@@ -63,8 +63,16 @@ class ServerArgs(LoggingArgs, SleepArgs, AdapterArgs, KernelArgs, ServingArgs, M
         "auto",
         PARALLEL,
         "Which replica a request goes to. auto: the one that has the longest prefix of it, unless it has too much to "
-        "do; total_tokens: the one with the fewest tokens in flight; total_requests: with the fewest requests.",
+        "do; prefix_affinity: that of the client's session (header x-session-id), unless it has too much to do; "
+        "total_tokens: the one with the fewest tokens in flight; total_requests: with the fewest requests.",
         choices=BALANCE_METHODS,
+    )
+    prefix_affinity_fallback: str = option(
+        TOTAL_TOKENS,
+        PARALLEL,
+        "With --load-balance-method prefix_affinity: how new sessions, and those whose replica has too much to do or "
+        "has ended, get one.",
+        choices=LOAD_METHODS,
     )
     base_gpu_id: int = option(0, PARALLEL, "Index of the first GPU; the others follow it.", minimum=0)
     ep_size: int = option(

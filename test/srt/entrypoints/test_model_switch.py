@@ -248,7 +248,7 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        ("plain", "plain"), ("alias", "plain"), ("plain:latest", "plain"), ("tuned:sql", "tuned"), ("other:sql", "tuned"),
+        ("plain", "plain"), ("alias", "plain"), ("tuned:sql", "tuned"), ("other:sql", "tuned"),
         ("plain:sql", None), ("alias:sql", None), ("plain:", None), ("sql", None), ("none:sql", None),
     ],
 )  # fmt: skip

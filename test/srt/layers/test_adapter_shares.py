@@ -42,7 +42,7 @@ def deltas(folders: list[Path], x: torch.Tensor, share: int, ranks: int) -> tupl
     weights = SimpleNamespace(model=SimpleNamespace(names=USUAL_NAMES), layers=(matrices,))
     plan = SimpleNamespace(
         adapters=AdapterPlan(2, 5, None), entry=lambda op: op.reference, weights=weights,
-        description=SimpleNamespace(names=USUAL_NAMES, experts=None),
+        description=SimpleNamespace(names=USUAL_NAMES, experts=None, layers=()),
     )  # fmt: skip
     layers = AdapterLayers(plan, torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
     at = "model.layers.0.self_attn."

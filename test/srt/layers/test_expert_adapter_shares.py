@@ -75,7 +75,7 @@ def layers_of(
     weights = SimpleNamespace(model=SimpleNamespace(names=USUAL_NAMES), layers=((w13, w2),))
     plan = SimpleNamespace(
         adapters=AdapterPlan(2, RANK, more.get("targets"), shared_outer), entry=lambda op: op.reference,
-        weights=weights, description=SimpleNamespace(names=USUAL_NAMES, experts=True),
+        weights=weights, description=SimpleNamespace(names=USUAL_NAMES, experts=True, layers=()),
     )  # fmt: skip
     layers = AdapterLayers(plan, torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
     products = _products(sizes, None, SimpleNamespace(rank=tp[0]))  # type: ignore[arg-type]

@@ -190,6 +190,17 @@ def test_damaged_weights_are_not_used(folder: Path, monkeypatch: pytest.MonkeyPa
     assert "other results" in rank.memory.state.problem
 
 
+def test_weights_that_nothing_writes_are_copied_once(folder: Path) -> None:
+    rank = Rank(folder)
+    saver = rank.runner.memory_saver
+    assert saver is not None
+    assert not rank.memory.sleep([], keep_weights=True)
+    assert not rank.memory.wake([])
+    del saver.seconds["save"]
+    assert not rank.memory.sleep([], keep_weights=True)
+    assert "save" not in saver.seconds
+
+
 def test_waking_needs_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(folder)
     saver = rank.runner.memory_saver

@@ -136,6 +136,7 @@ def two_groups(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
     runner = FakeRunner(4096, 1, 1024, 4, 64)
     args = make_scheduler(runner).args
     args.load_balance_method = "round_robin"
+    args.prefix_affinity_fallback = "total_tokens"
     runner.groups = SimpleNamespace(dp=SimpleNamespace(rank=0, size=2))
     return attention_groups.AttentionGroups(args, runner, StopChecker(None)).schedulers
 

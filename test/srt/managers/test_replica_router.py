@@ -16,6 +16,7 @@ from sglang.srt.managers.front.replica_router import (
     ReplicaRouter,
     page_hashes,
 )
+from sglang.srt.managers.front.session_affinity import MAX_ID_BYTES, SessionReplicas, session_of
 from sglang.srt.utils.media_item import MediaItem
 from sglang.srt.utils.shared_array import SharedArray
 
@@ -124,3 +125,100 @@ def test_what_is_remembered_is_bounded_and_forgets_ends_first() -> None:
     router.set_cache_size(0, 3 * PAGE_TOKENS)
     assert router.choose(idle(2), prompt(1)) == 0
     assert len(router._pages[0]) == 3
+
+
+def affinity(count: int, fallback: str = "total_tokens", **options: bool) -> ReplicaRouter:
+    return ReplicaRouter("prefix_affinity", count, fallback=fallback, **options)
+
+
+def test_a_session_stays_at_its_replica() -> None:
+    """Agents that begin with the same instructions are spread, and each stays; `auto` brings all of them to one."""
+    shared = prompt(1, pages=40)
+    for method, spread in (("prefix_affinity", {0, 1, 2}), ("auto", {0})):
+        router, loads = ReplicaRouter(method, 3), idle(3)
+        first = {agent: router.choose(loads, shared, session=b"%d" % agent) for agent in range(9)}
+        assert set(first.values()) == spread
+        for turn in range(3):
+            ids = [*shared, *prompt(turn, pages=turn)]
+            assert {agent: router.choose(loads, ids, session=b"%d" % agent) for agent in first} == first
+
+
+def test_the_session_of_a_lost_replica_stays_elsewhere() -> None:
+    router, loads = affinity(3), idle(3)
+    assert router.choose(loads, NEW, session=b"a") == 0
+    moved = router.choose(loads[1:], NEW, session=b"a")
+    assert moved == 1
+    assert [router.choose(loads[1:], NEW, session=b"a") for _ in range(3)] == [moved] * 3
+    assert router.choose(loads[2:], NEW, session=b"a") == 2, "the last one that serves"
+
+
+@pytest.mark.parametrize(
+    ("fallback", "busy", "elsewhere"),
+    [
+        ("total_tokens", ReplicaLoad(0, 1, 10 * len(NEW)), 1),
+        ("total_requests", ReplicaLoad(0, 9, 0), 2),
+        ("round_robin", ReplicaLoad(0, 1, 10 * len(NEW)), 1),
+    ],
+)
+def test_a_session_leaves_a_replica_with_too_much_to_do(fallback: str, busy: ReplicaLoad, elsewhere: int) -> None:
+    router, loads = affinity(3, fallback), idle(3)
+    assert router.choose(loads, NEW, session=b"a") == 0
+    others = [ReplicaLoad(1, 1, 0), ReplicaLoad(2, 0, 1)]
+    assert router.choose([busy, *others], NEW, session=b"a") == elsewhere
+    assert router.choose(loads, NEW, session=b"a") == elsewhere, "its prefix is there now"
+
+
+@pytest.mark.parametrize("fallback", ["total_tokens", "total_requests"])
+def test_sessions_are_fair_under_load(fallback: str) -> None:
+    """One session sends most of the requests, and nothing ends: no replica gets many times the load of another."""
+    router, loads, chance = affinity(4, fallback), idle(4), random.Random(3)
+    for _ in range(400):
+        session = b"%d" % (0 if chance.random() < 0.7 else chance.randrange(20))
+        load = loads[router.choose(loads, NEW, session=session)]
+        load.num_requests += 1
+        load.num_tokens += len(NEW)
+    counts = [load.num_requests for load in loads]
+    assert max(counts) <= MAX_LOAD_RATIO * (min(counts) + 1) + 1
+
+
+def test_without_a_session_the_prefix_counts() -> None:
+    router, loads = affinity(2, "round_robin"), idle(2)
+    first = [router.choose(loads, prompt(seed)) for seed in range(4)]
+    assert first == [0, 1, 0, 1]
+    assert [router.choose(loads, [*prompt(seed), *NEW]) for seed in (0, 2, 1, 3)] == [0, 0, 1, 1]
+
+
+def test_sessions_without_prefix_caches_are_as_the_fallback_says() -> None:
+    router, loads = affinity(2, caches_prefixes=False), idle(2)
+    assert [router.choose(loads, NEW, session=b"a") for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_flush_forgets_sessions() -> None:
+    router, loads = affinity(2), idle(2)
+    assert [router.choose(loads, NEW, session=session) for session in (b"a", b"b", b"a")] == [0, 1, 0]
+    router.forget_prefixes()
+    assert router.choose(loads, NEW, session=b"a") == 1, "least recently chosen"
+
+
+def test_remembered_sessions_are_bounded() -> None:
+    sessions = SessionReplicas(capacity=3)
+    for index, name in enumerate((b"a", b"b", b"c", b"a", b"d")):
+        sessions.put(name, index)
+    assert len(sessions) == 3
+    assert [sessions.get(name) for name in (b"a", b"b", b"c", b"d")] == [3, None, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("headers", "session"),
+    [
+        ([], None),
+        ([(b"x-session-id", b" agent 7 ")], b"agent 7"),
+        ([(b"x-smg-routing-key", b"key"), (b"x-session-id", b"id")], b"id"),
+        ([(b"x-smg-routing-key", b"key"), (b"x-session-id", b" ")], b"key"),
+        ([(b"x-session-id", b"a" * MAX_ID_BYTES)], b"a" * MAX_ID_BYTES),
+        ([(b"x-session-id", b"a" * (MAX_ID_BYTES + 1))], None),
+        ([(b"session-id", b"other")], None),
+    ],
+)
+def test_headers_name_sessions(headers: list[tuple[bytes, bytes]], session: bytes | None) -> None:
+    assert session_of(headers) == session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.control_calls import Undo
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.session_affinity import session_id
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
@@ -28,8 +30,8 @@ from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 
 class Pair:
-    def __init__(self) -> None:
-        args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, dp_size=2)
+    def __init__(self, **options: Any) -> None:
+        args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, dp_size=2, **options)
         self.ports = ipc.Ports.create_many(2)
         self.manager = TokenizerManager(args, ModelConfig.from_server_args(args), self.ports, load_tokenizer(args))
         self.inboxes = [ipc.scheduler_inbox(ports) for ports in self.ports]
@@ -58,9 +60,9 @@ class Pair:
         self.ports[0].remove()
 
 
-def play(test: Callable[[Pair], Awaitable[None]]) -> None:
+def play(test: Callable[[Pair], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
-        pair = Pair()
+        pair = Pair(**options)
         try:
             pair.manager.attach()
             pair.manager.mark_up()
@@ -119,6 +121,29 @@ def test_a_replica_that_is_lost_takes_its_own_calls_with_it() -> None:
         assert pair.manager.status is ServerStatus.UP
 
     play(test)
+
+
+def test_sessions_stay_until_their_replica_is_lost() -> None:
+    async def test(pair: Pair) -> None:
+        async def replica_of(rid: str, session: bytes | None) -> int:
+            token = session_id.set(session)
+            try:
+                stream = await pair.manager.submit(call(rid))
+            finally:
+                session_id.reset(token)
+            index = 0 if pair.loads[0][0] else 1
+            message = await pair.received(index)
+            assert isinstance(message, TokenizedGenerateReq) and (message.rid, message.session) == (rid, session)
+            pair.answer(index, rid)
+            await stream.collect()
+            return index
+
+        turns = [b"a", b"b", b"b", b"a", b"a", b"b"]
+        assert [await replica_of(f"t{turn}", name) for turn, name in enumerate(turns)] == [0, 1, 1, 0, 0, 1]
+        assert pair.manager.lose_replica(0, "it died")
+        assert [await replica_of(f"l{turn}", name) for turn, name in enumerate(turns)] == [1] * 6
+
+    play(test, load_balance_method="prefix_affinity")
 
 
 def test_without_replicas_the_engine_is_gone() -> None:

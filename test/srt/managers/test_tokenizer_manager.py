@@ -887,7 +887,9 @@ def test_a_request_waits_for_an_update_that_begins_while_it_is_prepared(monkeypa
         assert ended is not None
         ended.set()
         stream = await submitting
-        bench.send((await bench.request()).rid, finish=FinishReason("abort", message="The queue is full.", status_code=503))
+        bench.send(
+            (await bench.request()).rid, finish=FinishReason("abort", message="The queue is full.", status_code=503)
+        )
         await bench.sync()
         await stream.aclose()
 

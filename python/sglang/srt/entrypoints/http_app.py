@@ -25,7 +25,7 @@ from sglang.srt.entrypoints import (
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
-from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders
+from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders, with_sessions
 from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_origins import with_origins_checked
 from sglang.srt.entrypoints.http_request_id import RequestIds
@@ -121,9 +121,10 @@ def create_api(state: ServerState) -> FastAPI:
 
 def create_app(state: ServerState) -> ASGIApp:
     """Makes the complete application for `state`: that of `create_api` inside middleware. RequestIds is the outermost,
-    then come HeadGate, the check of origins (CORS), RequestGate (API key, size of the body) and TraceHeaders."""
-    api = create_api(state)
+    then come HeadGate, the check of origins (CORS), RequestGate (API key, size of the body), TraceHeaders and
+    SessionIds."""
     args = state.args
+    api = with_sessions(create_api(state), args)
     gate = RequestGate(TraceHeaders(api) if args.enable_trace else api, args.api_key, args.admin_api_key)
     own_names = (args.host, socket.gethostname())
     return RequestIds(HeadGate(with_origins_checked(gate, args.api_key, args.allowed_origins or (), own_names)))

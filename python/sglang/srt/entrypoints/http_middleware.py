@@ -7,9 +7,12 @@ import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.configs.load_balance import PREFIX_AFFINITY
 from sglang.srt.entrypoints.held_body import HELD_BODY
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.managers.front.request_trace import trace_headers
+from sglang.srt.managers.front.session_affinity import session_id, session_of
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.free_memory import release_free_memory, trim_allocator
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -244,3 +247,19 @@ class TraceHeaders:
         }
         trace_headers.set(headers or None)
         await self._app(scope, receive, send)
+
+
+class SessionIds:
+    """Stores the session that a client names, by which its requests get a replica."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session_id.set(session_of(scope.get("headers", ())))
+        await self._app(scope, receive, send)
+
+
+def with_sessions(app: ASGIApp, args: ServerArgs) -> ASGIApp:
+    """Returns `app` behind `SessionIds`, where the server chooses replicas by sessions."""
+    return SessionIds(app) if args.load_balance_method == PREFIX_AFFINITY else app

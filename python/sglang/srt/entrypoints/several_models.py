@@ -14,17 +14,19 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_app import create_api
 from sglang.srt.entrypoints.http_errors import ApiError, error_response, json_response
-from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders
+from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders, with_sessions
 from sglang.srt.entrypoints.http_origins import with_origins_checked
 from sglang.srt.entrypoints.http_request_id import RequestIds
 from sglang.srt.entrypoints.http_server import Server, run_server
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.model_switch import AWAKE, FAILED, ModelSwitch, Switched
 from sglang.srt.entrypoints.models_file import ModelsFile, NamedModel
+from sglang.srt.entrypoints.ollama.serving_ollama import running, tags
 from sglang.srt.entrypoints.openai.routes import model_card
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.sleeper import WAIT
@@ -38,9 +40,11 @@ SWITCHED = frozenset({"/sleep", "/wake_up", "/release_memory_occupation", "/resu
 UPSTREAM, NAMED = "/upstream/", "sglang.model"
 """The beginning of paths that name a model, and where the scope has the name of the model afterwards."""
 UNLOAD = "/api/models/unload"
+TAGS = "/api/tags"
+OLLAMA_LISTS = (TAGS, "/api/ps")
+WITHOUT_WORK = frozenset({"/abort_request", "/flush_cache"})
+"""Routes that a sleeping model answers as it is: nothing runs there, and its caches are empty."""
 RESPONSES = "/v1/responses/"
-LATEST = "latest"
-"""What Ollama's clients put behind a name that has no tag."""
 LONG = 1 << 18
 """Bytes from which a body is not decoded on the event loop."""
 DRAIN_LIMIT_S = 600.0
@@ -60,6 +64,8 @@ class ServedModel:
         """Raises UserError."""
         self.named, self.state = named, ServerState(named.args, named.aliases)
         self.api = create_api(self.state)
+        self.app = with_sessions(self.api, named.args)
+        """Its application with the middleware that the model's own flags ask for."""
         self.handle: EngineHandle | None = None
 
     async def sleep(self) -> None:
@@ -73,6 +79,21 @@ class ServedModel:
         assert self.handle is not None
         assert self.handle.manager.sleeper is not None
         await self.handle.manager.sleeper.wake()
+
+    def has_work_for(self, scope: Scope) -> bool:
+        """Returns whether a request may compute something, for which the model must be awake: not those of unknown
+        routes, and of those that only look or end something."""
+        if scope["method"] not in ("POST", "PUT") or scope["path"] in WITHOUT_WORK:
+            return False
+        return any(route.matches(scope)[0] is Match.FULL for route in self.api.routes)
+
+    def of_ollama(self, path: str) -> list[dict[str, Any]]:
+        """Returns its entries in a list of Ollama's API."""
+        service = self.state.engine
+        assert service is not None
+        said = tags(service, self.api.state.created) if path == TAGS else running(service)
+        entries: list[dict[str, Any]] = said["models"]
+        return entries
 
     def card(self, state: str) -> dict[str, Any]:
         """Returns its entry of /v1/models."""
@@ -120,21 +141,21 @@ class SwitchingApp:
         model = self._models[name]
         if scope["path"] in SWITCHED:
             raise ApiError(400, f"models sleep and wake by themselves here; {UNLOAD}/NAME puts one to sleep")
-        if scope["method"] not in ("POST", "PUT") or model.state.unavailable() is not None:
-            await model.api(scope, receive, send)
+        if not model.has_work_for(scope) or model.state.unavailable() is not None:
+            await model.app(scope, receive, send)
             return
         async with self._switch.use(name):
-            await model.api(scope, receive, send)
+            await model.app(scope, receive, send)
 
     def _named(self, name: str) -> str:
-        """Returns the name of a model, given that, an alias, or either with an adapter behind a colon. Raises ApiError
-        404."""
+        """Returns the name of a model, given that, an alias, or either with an adapter behind a colon where the model
+        takes adapters. Raises ApiError 404."""
+        base, _, adapter = name.rpartition(":")
         if (known := self._names.get(name, name)) in self._models:
             return known
-        base, _, adapter = name.rpartition(":")
-        model = self._models.get(self._names.get(base, base))
-        if model is not None and (adapter == LATEST or model.named.args.enable_lora):
-            return model.named.name
+        if adapter and (known := self._names.get(base, base)) in self._models:
+            if self._models[known].named.args.enable_lora:
+                return known
         text = f"The model '{name[:256]}' does not exist; /v1/models lists those that do"
         raise ApiError(404, text, code="model_not_found", param="model")
 
@@ -158,9 +179,18 @@ class SwitchingApp:
         if path == "/v1/models" and method == "GET":
             cards = [each.card(states[name]) for name, each in self._models.items() if each.state.engine is not None]
             return _said({"object": "list", "data": cards})
+        if path in OLLAMA_LISTS and method == "GET":
+            listed = [
+                entry
+                for name, each in self._models.items()
+                if each.state.engine is not None and (path == TAGS or states[name] == AWAKE)
+                for entry in each.of_ollama(path)
+            ]
+            return _said({"models": listed})
         if path.startswith("/v1/models/") and method == "GET":
-            name = self._named(path.removeprefix("/v1/models/"))
-            if self._models[name].state.engine is not None:
+            asked = path.removeprefix("/v1/models/")
+            name = self._named(asked)
+            if name == self._names.get(asked, asked) and self._models[name].state.engine is not None:
                 return _said(self._models[name].card(states[name]))
         if path == "/running" and method == "GET":
             return _said(

@@ -270,8 +270,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", "sglang.srt.layers.native_adapters:ADAPTERS", graph_safe=False),
     ),
     "add_expert_adapters": (
-        KernelSpec("triton", f"{_MOE}.expert_adapters:add_expert_adapters", CP_ASYNC, "triton", refuse=HALF),
-        KernelSpec("torch_native", "sglang.srt.layers.native_adapters:add_expert_adapters", graph_safe=False),
+        KernelSpec("triton", f"{_MOE}.expert_adapters:EXPERT_ADAPTERS", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", "sglang.srt.layers.native_adapters:EXPERT_ADAPTERS", graph_safe=False),
     ),
     "embedding_rows": _elementwise("embedding_rows", "embedding"),
     "rmsnorm": _elementwise("rmsnorm", "norm"),

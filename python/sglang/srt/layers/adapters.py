@@ -136,8 +136,13 @@ class AdapterLayers(AdapterMemory):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ordered: Any = None
         """The tokens of a step as the kernels take them."""
-        self.names = plan.description.names.with_text_names()
-        self.expert_kernel = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
+        self.names = names = plan.description.names.with_text_names()
+        others = [i for i, layer in enumerate(plan.description.layers) if layer.on_other_stage]
+        self.on_other_stages = tuple(
+            prefix for i in others for prefix in (names.layer_prefix.format(layer=i), f"layers.{i}.")
+        )
+        """What names of modules begin with whose adapters other stages of the pipeline have."""
+        self.expert_kernels = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
         self.experts_of: dict[str, AdapterExperts] = {}
         """The experts of a layer, by the layer's name without what stands before it."""
         self.shared_experts: dict[str, ExpertPlace] = {}
@@ -170,12 +175,12 @@ class AdapterLayers(AdapterMemory):
     ) -> AdapterExperts | None:
         """Returns memory for the adapters of a layer's experts; None if they have none. module: a name of one of them,
         or that of all; shared: the module of each matrix of the shared expert, where it is held among the others."""
-        assert self.expert_kernel is not None
+        assert self.expert_kernels is not None
         named = EXPERT_MODULE.fullmatch(module)
         base = module if named is None else named["experts"]
         if not base.endswith(".experts") or not self.plan.serves_experts(EXPERT_MODULES):
             return None
-        experts = self.experts_of[self.key_of(base)] = AdapterExperts(self, self.expert_kernel, layer, products)
+        experts = self.experts_of[self.key_of(base)] = AdapterExperts(self, self.expert_kernels, layer, products)
         for part, name in shared.items():
             self.shared_experts[name] = ExpertPlace(experts, f"{part}_proj", layer.count)
         return experts
@@ -192,7 +197,8 @@ class AdapterLayers(AdapterMemory):
         modules, they have other sizes, or a number is not finite. May run beside steps, in another thread."""
         if files.largest_rank > self.plan.rank:
             raise UserError(f"{files.folder} has rank {files.largest_rank}, above --max-lora-rank {self.plan.rank}.")
-        pairs = [(self._target_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        all_pairs = [(self._target_of(module, files), module, pair) for module, pair in files.pairs.items()]
+        pairs = [(target, module, pair) for target, module, pair in all_pairs if target is not None]
         # One version of PEFT wrote all of them, and some sizes do not tell.
         exchanged = any(isinstance(target, ExpertPlace) and target.is_exchanged(pair) for target, _, pair in pairs)
         pairs = [(target, module, replace(pair, exchanged=exchanged)) for target, module, pair in pairs]
@@ -231,9 +237,12 @@ class AdapterLayers(AdapterMemory):
                 " (--lora-strict-loading)."
             )
 
-    def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace:
-        """Returns where A and B of a module go. Raises UserError if the model has none of that name or size."""
+    def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace | None:
+        """Returns where A and B of a module go; None: to another stage, whose ranks check it. Raises UserError if the
+        model has none of that name or size."""
         names, pair = self._names_of(module), files.pairs[module]
+        if any(each.startswith(self.on_other_stages) for each in (names[0], LAYER_OF.sub(r"\1.", names[0]))):
+            return None
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
         if place is not None:
             place.experts.check(place.module, pair, f"{files.folder}: {module}")

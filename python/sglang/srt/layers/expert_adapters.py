@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from sglang.srt.configs.adapters.files import AdapterPair
 from sglang.srt.errors import UserError
 from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter
-from sglang.srt.layers.moe.pair_adapters import Add, PairAdapters
+from sglang.srt.layers.moe.pair_adapters import Kernels, PairAdapters
 from sglang.srt.layers.native_adapters import ExpertAdapterWeights, empty_slot
 from sglang.srt.plan.ranks import ShardRange
 
@@ -95,12 +94,12 @@ class AdapterExperts:
     def __init__(
         self,
         layers: AdapterMemory,
-        kernel: Add,
+        kernels: Kernels,
         layer: LayerExperts,
         products: Sequence[ProductRows],
     ) -> None:
         self.layers, self.layer = layers, layer
-        self.kernel = kernel
+        self.kernels = kernels
         self.products: list[ExpertSlots] = []
         for product in products:
             if layers.plan.serves_experts(matrix.part for matrix in product.matrices):
@@ -112,7 +111,7 @@ class AdapterExperts:
         if slots is None:
             return None
         weights = {each.product.name: each.weights for each in self.products}
-        return PairAdapters(self.kernel, slots, weights.get("w13"), weights.get("w2"))
+        return PairAdapters(self.kernels, slots, weights.get("w13"), weights.get("w2"))
 
     def check(self, module: str, pair: AdapterPair, source: str) -> None:
         """Raises UserError if the sizes of an adapter are not those of the experts, or no slots are for them."""
@@ -208,10 +207,10 @@ class AdapterExperts:
         plan, device, dtype = layers.plan, layers.device, layers.dtype
         outer = [plan.shared_outer and product.name == name for name in ("w13", "w2")]
         with_a, with_b = (1 if shared else experts for shared in outer)
-        bounds = [*(matrix.begin for matrix in product.matrices), product.rows]
-        heights = torch.tensor([end - begin for begin, end in pairwise(bounds)])
-        parts = torch.repeat_interleave(torch.arange(len(product.matrices), dtype=torch.int32), heights)
         number, parts_a = len(layers.linears), len(product.matrices)
+        height = product.rows // parts_a
+        assert [matrix.begin for matrix in product.matrices] == [i * height for i in range(parts_a)]
+        parts = torch.arange(parts_a, dtype=torch.int32).repeat_interleave(height)
         weights = ExpertAdapterWeights(
             torch.zeros((plan.slots, with_a, parts_a, plan.room, product.cols), dtype=dtype, device=device),
             torch.zeros((plan.slots, with_b, product.rows, plan.room), dtype=dtype, device=device),

@@ -9,9 +9,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Prepare = TypeVar("Prepare")
-Order = TypeVar("Order")
+Order = TypeVar("Order", covariant=True)
 Shrink = TypeVar("Shrink")
 Expand = TypeVar("Expand")
+Add = TypeVar("Add", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class ExpertAdapterWeights:
 
         a: [S, E, P, R, K], of each of P parts; rows behind the rank are not read
         b: [S, E, N, R], times the adapter's factor; columns behind the rank are not read
-        ranks, parts: as in `AdapterWeights`
+        ranks, parts: as in `AdapterWeights`; parts are equally high and lie one below the other
 
     A or B that all experts share have one expert, [S, 1, ...]. `num_experts`: E.
     """
@@ -111,17 +112,30 @@ class ExpertAdapterWeights:
         return AdapterWeights(a, b, self.ranks[slot - 1 : slot], self.parts)
 
 
-def add_expert_adapters(
-    x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, weights: ExpertAdapterWeights
-) -> None:
-    """Adds B A x of each pair of a token and an expert to out [T * k, N], x [T, K] of tokens or [T * k, K] of pairs.
-    slots [T] int32: as in `add_adapters`; ids [T, k] int32: the experts, -1: none."""
+@dataclass(frozen=True, slots=True)
+class ExpertAdapterKernels(Generic[Order, Add]):
+    """How the pairs of a layer are ordered once for both products, and what adds to a product, with the types of those
+    here."""
+
+    order: Order
+    add: Add
+
+
+def order_pairs(slots: torch.Tensor, ids: torch.Tensor, num_slots: int, num_experts: int) -> Any:
+    """Returns what `add_to_pairs` takes of a layer's pairs: here both as they are. slots [T] int32: as in
+    `order_tokens`; ids [T, k] int32: the experts, -1: none."""
+    return slots, ids
+
+
+def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: Any, weights: ExpertAdapterWeights) -> None:
+    """Adds B A x of each pair of a token and an expert to out [T * k, N], x [T, K] of tokens or [T * k, K] of pairs."""
+    slots, ids = pairs
     experts, adapters = ids.flatten(), slots.repeat_interleave(ids.shape[1])
     per_row = len(experts) // max(1, len(x))
     some = torch.nonzero((experts >= 0) & (adapters > 0)).flatten()
-    pairs = torch.stack((adapters[some], experts[some]), dim=1)
-    for slot, expert in torch.unique(pairs, dim=0).tolist():
-        mine = some[(pairs == torch.tensor([slot, expert], device=pairs.device)).all(1)]
+    present = torch.stack((adapters[some], experts[some]), dim=1)
+    for slot, expert in torch.unique(present, dim=0).tolist():
+        mine = some[(present == torch.tensor([slot, expert], device=present.device)).all(1)]
         rows = out[mine]
         add_adapters(x[mine // per_row], rows, torch.ones_like(mine), weights.of(slot, expert))
         out[mine] = rows
@@ -134,3 +148,4 @@ def empty_slot(a: torch.Tensor, b: torch.Tensor, pinned: bool) -> tuple[torch.Te
 
 
 ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, expand)
+EXPERT_ADAPTERS = ExpertAdapterKernels(order_pairs, add_to_pairs)

@@ -280,10 +280,11 @@ def _adapted_experts(
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     both = x.new_zeros((num_pairs, width))
     products(x, 0, both, top_k)
-    adapters.add_up(x, both, topk_ids)
+    pairs = adapters.order(topk_ids)
+    adapters.add_up(x, both, pairs)
     inter, out = gated(both, activation), x.new_zeros((num_pairs, x.shape[1]))
     products(inter, 1, out, 1)
-    adapters.add_down(inter, out, topk_ids)
+    adapters.add_down(inter, out, pairs)
     weighted = out.float().view(*topk_ids.shape, -1) * topk_weights.float()[..., None]
     return weighted.masked_fill(topk_ids[..., None] < 0, 0.0).sum(1).to(x.dtype)
 

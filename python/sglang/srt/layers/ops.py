@@ -26,7 +26,7 @@ RMSNORM = Op("rmsnorm", native_ops.rmsnorm)
 FUSED_ADD_RMSNORM = Op("fused_add_rmsnorm", native_ops.fused_add_rmsnorm)
 LINEAR = Op("linear", native_ops.linear)
 ADD_ADAPTERS = Op("add_adapters", native_adapters.ADAPTERS)
-ADD_EXPERT_ADAPTERS = Op("add_expert_adapters", native_adapters.add_expert_adapters)
+ADD_EXPERT_ADAPTERS = Op("add_expert_adapters", native_adapters.EXPERT_ADAPTERS)
 QUANTIZED_LINEAR = Op("linear", native_ops.quantized_linear)
 """The kernels behind the keys linear/<scheme>: they take a weight, and return its product."""
 

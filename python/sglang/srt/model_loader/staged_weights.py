@@ -118,7 +118,7 @@ class ServedWeights:
         """Returns where a second copy has room: the model's device, or the CPU. Raises UserError if nowhere."""
         need = int(self.num_bytes() * ROOM)
         on_gpu = self.plan.device == "cuda"
-        if on_gpu and torch.cuda.mem_get_info()[0] > need + GPU_RESERVE:
+        if on_gpu and free_memory_bytes(torch.cuda.current_device()) > need + GPU_RESERVE:
             return "cuda"
         free = free_memory_bytes(None) // max(1, self.plan.ranks.world_size)
         if free < need:

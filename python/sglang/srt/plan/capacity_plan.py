@@ -66,8 +66,12 @@ class CapacityPlanner:
     @cached_property
     def weights(self) -> int:
         in_main_memory = sum(expert_bytes(self.of_rank, self.parallel.dtype)) if self.on_cpu else 0
-        adapters = 0 if self.adapters is None else self.adapters.num_bytes(self.of_rank, self.parallel.dtype)
-        return max(stage.weight_bytes for stage in self.stages) + in_main_memory + adapters
+        return max(stage.weight_bytes + self._adapter_bytes(stage) for stage in self.stages) + in_main_memory
+
+    def _adapter_bytes(self, stage: Stage) -> int:
+        if self.adapters is None:
+            return 0
+        return self.adapters.num_bytes(self.of_rank.select_stage(stage.model), self.parallel.dtype)
 
     @cached_property
     def has_slots(self) -> bool:

@@ -51,4 +51,5 @@ def launch_expert_adapters() -> None:
         x = empty(tokens if parts == 2 else tokens * 8, cols)
         slots, ids = empty(tokens, dtype=torch.int32), empty(tokens, 8, dtype=torch.int32)
         with named("add_expert_adapters", "all"):
-            expert_adapters.add_expert_adapters(x, empty(tokens * 8, rows), slots, ids, weights)
+            pairs = expert_adapters.order_pairs(slots, ids, SLOTS, 128)
+            expert_adapters.add_to_pairs(x, empty(tokens * 8, rows), pairs, weights)

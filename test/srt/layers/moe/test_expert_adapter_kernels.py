@@ -45,16 +45,17 @@ def slots_of(tokens: int) -> torch.Tensor:
 
 @interpreter.kernel_test
 @pytest.mark.parametrize(("tokens", "of_pairs", "shared"), [(1, False, ""), (20, True, "b"), (300, False, "a")])
-def test_pairs_against_the_reference(tokens: int, of_pairs: bool, shared: str) -> None:
+def test_pairs_against_the_reference(monkeypatch: pytest.MonkeyPatch, tokens: int, of_pairs: bool, shared: str) -> None:
+    monkeypatch.setattr(expert_adapters, "FEW_PAIRS", 100)
     experts, top_k, size = 5, 2, 144
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, experts, (tokens, top_k), generator=generator).to(DEVICE, torch.int32)
     slots = slots_of(tokens) if tokens > 1 else torch.full((1,), 4, dtype=torch.int32, device=DEVICE)
     x = torch.randn(tokens * top_k if of_pairs else tokens, size, generator=generator).to(DEVICE, torch.bfloat16)
     out = torch.randn(tokens * top_k, 56, generator=generator).to(DEVICE, torch.bfloat16)
-    weights, wanted, before = weights_of((40, 16), size, experts, shared), out.clone(), out.clone()
-    native_adapters.add_expert_adapters(x, wanted, slots, ids, weights)
-    expert_adapters.add_expert_adapters(x, out, slots, ids, weights)
+    weights, wanted, before = weights_of((28, 28), size, experts, shared), out.clone(), out.clone()
+    native_adapters.add_to_pairs(x, wanted, (slots, ids), weights)
+    expert_adapters.add_to_pairs(x, out, expert_adapters.order_pairs(slots, ids, len(RANKS), experts), weights)
     torch.testing.assert_close(out.float(), wanted.float(), rtol=2**-7, atol=0.06)
     untouched = (ids.flatten() < 0) | (slots.repeat_interleave(top_k) == 0) | (slots.repeat_interleave(top_k) == 2)
     assert torch.equal(out[untouched], before[untouched])
@@ -75,9 +76,9 @@ def test_layers_against_the_reference(scheme: str | None) -> None:
     one = tile(16, 32, 64, 2, 4, 2)
     configs = tile_configs_of(case.w13, case.w2, ids, tiles=MoeTiles(float("inf"), one, one))
     args = (case.x, case.w13, case.w2, case.weights, ids, activation, configs)
-    adapters = PairAdapters(expert_adapters.add_expert_adapters, slots, up, down)
+    adapters = PairAdapters(expert_adapters.EXPERT_ADAPTERS, slots, up, down)
     got, without = fused_moe(*args, adapters=adapters), fused_moe(*args)
-    reference = replace(adapters, kernel=native_adapters.add_expert_adapters)
+    reference = replace(adapters, kernels=native_adapters.EXPERT_ADAPTERS)
     wanted = native_ops.fused_moe(*args, adapters=reference)
     assert_close(got, wanted.float(), 4e-2 if scheme else 1e-2)
     plain = (slots == 0) | (slots == 2)

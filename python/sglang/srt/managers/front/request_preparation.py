@@ -21,6 +21,7 @@ from sglang.srt.managers.front.generate_request import GenerateRequest, RequestE
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.front.result_limits import ResultLimits
+from sglang.srt.managers.front.session_affinity import session_id
 from sglang.srt.managers.wire.io_struct import MediaItem, TokenizedGenerateReq
 from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.sampling.hidden_states import VALUE_BYTES
@@ -210,6 +211,7 @@ class RequestPreparer:
                 received=received,
                 keep_s=min(req.keep_s, MAX_KEPT_S),
                 media=items,
+                session=session_id.get(),
             )
             results.add(request, num_samples, explicit_length, bool(wanted[7]))
             requests.extend(_samples(request))

@@ -116,7 +116,9 @@ class TokenizerManager:
         self.last_receive_time = time.monotonic()
         """time.monotonic() of the last message from an engine."""
         self.replicas = [Replica(index, each) for index, each in enumerate(ports)]
-        self._router = ReplicaRouter(args.load_balance_method, len(ports), not args.disable_radix_cache)
+        self._router = ReplicaRouter(
+            args.load_balance_method, len(ports), not args.disable_radix_cache, args.prefix_affinity_fallback
+        )
         self.metrics = Metrics(args.served_model_name or args.model_path, len(ports)) if args.enable_metrics else None
         if self.metrics is not None:
             self.metrics.sleeper = self.sleeper
@@ -414,13 +416,16 @@ class TokenizerManager:
         """Returns the index of the replica for a sequence: `wanted`, as long as that one serves."""
         if wanted is not None and self.replicas[wanted].failure is None:
             return wanted
-        return self._choose(ids, None, ()).index
+        return self._choose(ids, None, (), None).index
 
-    def _choose(self, ids: Sequence[int] | Ids, namespace: str | None, media: Sequence[MediaItem]) -> Replica:
+    def _choose(
+        self, ids: Sequence[int] | Ids, namespace: str | None, media: Sequence[MediaItem], session: bytes | None
+    ) -> Replica:
         serving = self.serving_replicas
         if not serving:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
-        return self.replicas[self._router.choose([replica.load for replica in serving], ids, namespace, media)]
+        loads = [replica.load for replica in serving]
+        return self.replicas[self._router.choose(loads, ids, namespace, media, session)]
 
     async def _send_sequences(self, stream: GenerationStream, wanted: int | None) -> None:
         """Sends the sequences of a call. wanted: the replica; None: the router chooses. Raises RequestError if no
@@ -444,7 +449,7 @@ class TokenizerManager:
     def _replica_of(self, request: TokenizedGenerateReq, wanted: int | None) -> Replica:
         if wanted is not None:
             return self.replicas[wanted]
-        return self._choose(request.input_ids, request.cache_namespace, request.media)
+        return self._choose(request.input_ids, request.cache_namespace, request.media, request.session)
 
     def _send(self, request: TokenizedGenerateReq, sequence: ActiveSequence, replica: Replica) -> None:
         ids = request.input_ids

@@ -140,7 +140,7 @@ class AttentionGroups:
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache
-        self.router = ReplicaRouter(args.load_balance_method, count, caches)
+        self.router = ReplicaRouter(args.load_balance_method, count, caches, args.prefix_affinity_fallback)
         for group, scheduler in enumerate(self.schedulers):
             self.router.set_cache_size(group, scheduler.kv.size)
         self.stats = StatsLogger(
@@ -231,7 +231,7 @@ class AttentionGroups:
         owner = self._owner(msg.rid)
         if owner is None:  # a group that has the id already refuses it
             owner = self.schedulers[
-                self.router.choose(self.loads(), msg.input_ids, msg.cache_namespace, msg.media or ())
+                self.router.choose(self.loads(), msg.input_ids, msg.cache_namespace, msg.media or (), msg.session)
             ]
         return owner.add(msg, seed, stop_ids)
 

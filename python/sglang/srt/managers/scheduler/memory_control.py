@@ -35,9 +35,7 @@ class MemoryControl:
         saver = runner.memory_saver
         if saver is not None:
             plan = runner.plan
-            saver.changes_weights = any(
-                part is not None for part in (plan.adapters, plan.expert_slots, runner.model.cpu_experts)
-            )
+            saver.changes_weights = plan.adapters is not None or plan.expert_slots is not None
             saver.from_files = self._tensors_of_files
 
     def sleep(self, tags: Sequence[str], keep_weights: bool) -> str:

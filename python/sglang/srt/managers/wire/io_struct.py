@@ -68,6 +68,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     """Seconds for which the prompt stays cached before others; 0: it does not."""
     media: list[MediaItem] = []
     """Images and videos, in the order of their spans; `input_ids` hold the family's placeholder token there."""
+    session: bytes | None = None
+    """The client's session, by which a replica or a group of ranks is chosen; None: none was named."""
 
     @property
     def parameter_bytes(self) -> int:

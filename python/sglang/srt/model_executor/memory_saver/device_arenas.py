@@ -17,6 +17,7 @@ import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import free_memory_bytes
 from sglang.srt.layers.moe.cpu_experts.library import find_compiler
 from sglang.srt.utils.engine_state import CUDA_GRAPH, TAGS
 
@@ -148,4 +149,4 @@ class DeviceArenas:
     def free_bytes(self) -> int | None:
         """Returns the bytes that the GPU has free, after torch has given back what it keeps."""
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
+        return free_memory_bytes(torch.cuda.current_device())

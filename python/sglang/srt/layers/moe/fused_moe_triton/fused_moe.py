@@ -264,6 +264,7 @@ def _adapted_outputs(
     written out, because adapters add to them before the activation; each pair has a row of x of its own there."""
     values, (block_m, tile) = values_of(x), (tiles[0]["BLOCK_M"], tiles[1])
     both: torch.Tensor | None = None
+    pairs = adapters.order(ids)
     for w13, _, part in waves:
         if both is None:  # zeros: what is made of a whole tensor must not see rows that were not written
             make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
@@ -271,13 +272,13 @@ def _adapted_outputs(
         rows = _operand(x, w13).for_pairs(ids.shape[1])
         _multiply_pairs(rows, w13, grouped_pairs(part, w13, block_m), tile, features, both)
     assert both is not None
-    adapters.add_up(values, both, ids)
+    adapters.add_up(values, both, pairs)
     inter = activate(both, activation)
     del both
     out = torch.empty((len(inter), values.shape[1]), dtype=values.dtype, device=values.device)
     for _, w2, part in waves:
         _multiply_pairs(_operand(inter, w2), w2, grouped_pairs(part, w2, block_m), tile, features, out)
-    adapters.add_down(inter, out, ids)
+    adapters.add_down(inter, out, pairs)
     return out
 
 
