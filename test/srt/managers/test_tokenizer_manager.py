@@ -870,27 +870,3 @@ def test_many_short_prompts_let_others_run(options: dict[str, Any]) -> None:
         await stream.aclose()
 
     play(test)
-
-
-def test_a_request_waits_for_an_update_that_begins_while_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(bench: Bench) -> None:
-        prepare, updates = bench.manager.preparer.prepare, bench.manager.weights
-
-        async def slow(req: GenerateRequest) -> Any:
-            updates.under_way = asyncio.Event()
-            return await prepare(req)
-
-        monkeypatch.setattr(bench.manager.preparer, "prepare", slow)
-        submitting = asyncio.create_task(bench.manager.submit(call()))
-        assert await bench.nothing_received()
-        ended, updates.under_way = updates.under_way, None
-        assert ended is not None
-        ended.set()
-        stream = await submitting
-        bench.send(
-            (await bench.request()).rid, finish=FinishReason("abort", message="The queue is full.", status_code=503)
-        )
-        await bench.sync()
-        await stream.aclose()
-
-    play(test)
