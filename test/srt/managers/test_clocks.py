@@ -10,6 +10,7 @@ import sglang.srt
 
 ROOT = Path(sglang.srt.__file__).parent
 READ_CLOCKS = {
+    "managers/scheduler/adapter_table.py": "rank 0 decides which adapter drains, and sends it",
     "managers/scheduler/request_timeouts.py": "rank 0 alone asks it, and sends aborts",
     "managers/scheduler/profiler.py": "names a file",
     "managers/scheduler/scheduler.py": "marks requests for rank 0's time-outs",

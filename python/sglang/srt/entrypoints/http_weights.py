@@ -54,7 +54,7 @@ class FromDiskBody(_UpdateBody, kw_only=True):
     is_async: bool | None = False
     recapture_cuda_graph: bool | None = False
     """Not needed: the weights keep their addresses."""
-    token_step: int | None = 0
+    token_step: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = 0
     manifest: Any = None
     """Refused: every tensor is checked without it."""
 
@@ -69,7 +69,7 @@ class FromTensorBody(_UpdateBody, kw_only=True):
 class FromDistributedBody(_UpdateBody, kw_only=True):
     names: list[Name]
     dtypes: list[Name]
-    shapes: list[list[int]]
+    shapes: list[list[Annotated[int, Meta(ge=0, le=2**40)]]]
     group_name: Name = "weight_update_group"
     load_format: str | None = None
     selector: Selector = "all"
@@ -78,8 +78,8 @@ class FromDistributedBody(_UpdateBody, kw_only=True):
 class InitGroupBody(Body, kw_only=True):
     master_address: Name
     master_port: Annotated[int, Meta(ge=1, le=65535)]
-    rank_offset: Annotated[int, Meta(ge=0)]
-    world_size: Annotated[int, Meta(ge=2)]
+    rank_offset: Annotated[int, Meta(ge=0, le=65535)]
+    world_size: Annotated[int, Meta(ge=2, le=65536)]
     group_name: Name = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
 

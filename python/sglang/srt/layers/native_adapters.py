@@ -56,18 +56,18 @@ def order_tokens(slots: torch.Tensor, num_slots: int) -> Any:
     return slots
 
 
-def shrink(x: torch.Tensor, slots: Any, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
+def shrink(x: torch.Tensor, ordered: Any, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
     """Returns A x of each token's adapter, [T, P, R], in the type of B; x [T, K]. aside: on a stream beside others."""
     low = torch.zeros((len(x), *weights.a.shape[1:3]), dtype=weights.b.dtype, device=x.device)
-    for slot, rank, rows in _each_adapter(slots, weights):
+    for slot, rank, rows in _each_adapter(ordered, weights):
         for part in range(weights.a.shape[1]):
             low[rows, part, :rank] = (x[rows].float() @ weights.a[slot, part, :rank].float().T).to(low.dtype)
     return low
 
 
-def expand(low: torch.Tensor, out: torch.Tensor, slots: Any, weights: AdapterWeights) -> None:
+def expand(low: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
     """Adds B times `shrink`'s result to out [T, N]."""
-    for slot, rank, rows in _each_adapter(slots, weights):
+    for slot, rank, rows in _each_adapter(ordered, weights):
         for part in range(weights.a.shape[1]):
             cols = torch.nonzero(weights.parts == part).flatten()
             delta = low[rows, part, :rank].float() @ weights.b[slot][cols, :rank].float().T

@@ -224,33 +224,33 @@ def _order_many(slots: torch.Tensor, num_slots: int, num_chunks: int, rows: int)
     return Chunks(order, torch.where((index < num_slots)[:, None], table, 0).to(torch.int32), rows)
 
 
-def shrink(x: torch.Tensor, chunks: Chunks, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
+def shrink(x: torch.Tensor, ordered: Chunks, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
     """Returns A x in partial sums [spans, T, P * R] fp32, by place in the order. Rows of x are contiguous."""
     num_tokens, size = x.shape
     _, num_parts, rank, _ = weights.a.shape
-    few = chunks.rows < 64
+    few = ordered.rows < 64
     block_r = min(SHRINK_R, triton.next_power_of_2(rank))
     span = (1024 if few else 2048) * triton.next_power_of_2(triton.cdiv(size, 1024 * MOST_SPANS))
     spans = triton.cdiv(size, span)
     low = torch.empty((spans, num_tokens, num_parts * rank), dtype=torch.float32, device=x.device)
-    shrink_kernel[(len(chunks.table), num_parts * triton.cdiv(rank, block_r), spans)](
-        x, weights.a, chunks.order, chunks.table, weights.ranks, low, num_tokens, size, rank, x.stride(0), SPAN=span,
-        BLOCK_M=chunks.rows, BLOCK_K=BLOCK_K, BLOCK_R=block_r, num_warps=4, num_stages=4 if few else 2,
+    shrink_kernel[(len(ordered.table), num_parts * triton.cdiv(rank, block_r), spans)](
+        x, weights.a, ordered.order, ordered.table, weights.ranks, low, num_tokens, size, rank, x.stride(0), SPAN=span,
+        BLOCK_M=ordered.rows, BLOCK_K=BLOCK_K, BLOCK_R=block_r, num_warps=4, num_stages=4 if few else 2,
         **({"PDL": False} if aside else pdl.options()),
     )  # fmt: skip
     return low
 
 
-def expand(low: torch.Tensor, out: torch.Tensor, chunks: Chunks, weights: AdapterWeights) -> None:
+def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
     """Adds B times A x to out [T, N], whose rows are contiguous."""
     assert isinstance(weights.tiles, Tiles)
     rank = weights.a.shape[2]
-    many = chunks.rows > 16
+    many = ordered.rows > 16
     block_n = 64 if many or len(out) <= 64 else TILE
     tiles = weights.tiles.table
-    expand_kernel[(len(chunks.table), len(tiles) * (TILE // block_n))](
-        low, weights.b, chunks.order, chunks.table, weights.ranks, tiles, out, len(out), out.shape[1], rank,
-        low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=chunks.rows, BLOCK_N=block_n,
+    expand_kernel[(len(ordered.table), len(tiles) * (TILE // block_n))](
+        low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, out, len(out), out.shape[1], rank,
+        low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
         BLOCK_R=min(EXPAND_R, triton.next_power_of_2(rank)), TILE=TILE, ALIGNED=weights.tiles.aligned,
         num_warps=8 if many else 4, num_stages=1, **pdl.options(),
     )  # fmt: skip
