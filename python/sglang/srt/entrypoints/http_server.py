@@ -49,6 +49,8 @@ FAILURE_GRACE_S = 1.0
 """Seconds for clients and probes to notice that the engine is gone before the process ends."""
 CLOSE_LIMIT_S = 2
 """Seconds for connections whose answers are complete."""
+LAUNCH_END_S = 2.5
+"""Seconds that the launch of processes gets, before those that are there are ended."""
 PROCESSES_END_S = 1.0
 """Seconds for the engine's processes to end by themselves. Those that hang are killed, which takes up to `REAP_LIMIT_S`
 more; the rest of the server ends at the same time."""
@@ -166,6 +168,9 @@ class Server:
         self.listener = listener
         self.state = ServerState(args)
         self._handles: list[EngineHandle] = []
+        self._launched = threading.Event()
+        """Cleared while processes are launched, those of the front among them, which a signal must end, too."""
+        self._launched.set()
         self._http = _HttpServer(
             uvicorn.Config(
                 self._app(),
@@ -198,6 +203,8 @@ class Server:
             self.guard.end_within(END_LIMIT_S)
             self._http.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
+            if not self._launched.is_set():  # a signal came meanwhile
+                await asyncio.to_thread(self._launched.wait, LAUNCH_END_S)
             parts: list[Callable[[], None]] = [state.close for state in self._states()]
             for handle in self._handles:
                 parts += [partial(handle.shutdown, PROCESSES_END_S), handle.manager.end_helpers]
@@ -272,9 +279,12 @@ class Server:
 
         def work() -> None:
             try:
-                handle = launch_engine(args)
-                self._handles.append(handle)
-                state.connect(handle.manager)
+                try:
+                    handle = launch_engine(args)
+                    self._handles.append(handle)
+                    state.connect(handle.manager)
+                finally:
+                    self._launched.set()
                 handle.wait_ready()
             except BaseException as error:
                 outcome: BaseException | None = error
@@ -283,6 +293,7 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop has ended because of a signal
                 loop.call_soon_threadsafe(resolve, outcome)
 
+        self._launched.clear()
         # A daemon thread, so that a signal can end the program while it waits.
         threading.Thread(target=work, name="engine-start", daemon=True).start()
         await done
