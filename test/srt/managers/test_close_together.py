@@ -62,6 +62,8 @@ def test_replicas() -> None:
 def test_a_server() -> None:
     meeting, exits = Meeting(5), list[float]()
     server = http_server.Server.__new__(http_server.Server)
+    server._launched = threading.Event()
+    server._launched.set()
     server._handles = [handle_of(meeting, ["DP0", "DP1"])]
     server._handles[0].manager = manager_of(meeting)
     server.state = SimpleNamespace(close=meeting.part("templates"))  # type: ignore[assignment]
