@@ -176,6 +176,11 @@ class Metrics(Collector):
                 labels = (*self._labels, str(index)) if self._several else self._labels
                 family.add_metric(labels, getattr(stats, name))
 
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
     def _counters(self) -> Iterable[Metric]:
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of finished requests", self._prompt_tokens),
@@ -183,9 +188,7 @@ class Metrics(Collector):
             ("num_requests", "Finished requests", self._num_requests),
             ("num_aborted_requests", "Requests that ended by an abort", self._num_aborted),
         ):
-            family = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+            yield self._counter(name, text, value)
         text = "Prompt tokens that came from the prefix cache"
         family = CounterMetricFamily("sglang:cached_tokens", text, labels=(*_LABELS, "cache_source"))
         for source, value in self._cached_tokens.items():
@@ -211,9 +214,7 @@ class Metrics(Collector):
             ("wakes", "Times that memory was taken again", totals.wakes),
             ("wake_seconds", "Time that this took", totals.wake_seconds),
         ):
-            counter = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+            yield self._counter(name, text, value)
 
     def _host_cache_metrics(self) -> Iterable[Metric]:
         serving = [(i, stats.host_cache) for i, stats in enumerate(self.stats) if i not in self.lost]
