@@ -15,6 +15,7 @@ import pytest
 import torch
 from forked_servers import forked_children
 from live_server import free_port
+from other_weights import write_other_weights
 from safetensors.torch import load_file, save_file
 
 import sglang
@@ -28,13 +29,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 10, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with other weights."""
-    folder = tmp_path_factory.mktemp("other") / "model"
-    shutil.copytree(DEFAULT_MODEL_PATH, folder)
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    changed = {name: t.roll(1, -1) if name.endswith("proj.weight") else t for name, t in tensors.items()}
-    save_file({name: t.contiguous() for name, t in changed.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return write_other_weights(tmp_path_factory.mktemp("other") / "model")
 
 
 def engine(**flags: Any) -> sglang.Engine:

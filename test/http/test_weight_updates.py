@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import httpx
 import pytest
 import torch
 from live_server import LiveServer, live_server
-from safetensors.torch import load_file, save, save_file
+from other_weights import write_other_weights
+from safetensors.torch import load_file, save
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
@@ -41,13 +41,7 @@ def http(served: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("other") / "model"
-    shutil.copytree(DEFAULT_MODEL_PATH, folder)
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    changed = {name: t.roll(1, -1) if name.endswith("proj.weight") else t for name, t in tensors.items()}
-    save_file({name: t.contiguous() for name, t in changed.items()}, folder / "model.safetensors")
-    return folder
+    return write_other_weights(tmp_path_factory.mktemp("other") / "model")
 
 
 def generate(http: httpx.Client) -> dict[str, Any]:
