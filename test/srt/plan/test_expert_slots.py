@@ -125,6 +125,22 @@ def test_buffers_hold_all_other_experts_where_that_takes_little() -> None:
     assert small.slots + small.buffered > 8 * 8, "eight requests need no waves"
 
 
+@pytest.mark.parametrize(("name", "free"), [(MODEL, 16), ("MiniMax-M2.7-NVFP4", 14), ("Qwen3-30B-A3B", 8)])
+def test_slots_leave_chunks_as_long_as_they_are_with_the_fewest(name: str, free: float) -> None:
+    """A prompt costs all bytes once a chunk, and a slot saves few of them."""
+    made = plan(name, free=free)
+    fewest = plan(name, free=free, enable_paged_experts=True, paged_experts_num_resident=8)
+    assert made.chunked_prefill_size == fewest.chunked_prefill_size
+    assert made.expert_slots is not None and made.expert_slots.chunk == made.chunked_prefill_size
+
+
+def test_buffers_shrink_where_chunks_then_grow() -> None:
+    made = plan("MiniMax-M2.7-NVFP4", free=15)
+    slots, asked = made.expert_slots, plan("MiniMax-M2.7-NVFP4", free=15, chunked_prefill_size=2048).expert_slots
+    assert slots is not None and asked is not None
+    assert slots.chunk > 2048 and slots.buffered < asked.buffered
+
+
 def test_predictions() -> None:
     assert hit_share(0) == 0 and hit_share(1) == 1
     assert hit_share(0.36) == pytest.approx(0.62) and hit_share(0.455) == pytest.approx(0.67)
