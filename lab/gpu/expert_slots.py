@@ -169,7 +169,9 @@ def run_case(case: str, folder: str, load_format: str) -> dict[str, Any]:
         return state["chosen"], state["copied"]
 
     result["tokens"] = []
-    for prompts in ([ids(length) for length in (5, 37, 300)], [ids(9)], [ids(900)]):
+    # 896: the resident model has a graph for so many tokens. One of 900 is padded to 1,024 there, for which linear
+    # layers have another kernel, and near ties of random weights then fall the other way.
+    for prompts in ([ids(length) for length in (5, 37, 300)], [ids(9)], [ids(896)]):
         for sampled in (False, True):
             result["tokens"] += timed(prompts, 24, sampled)[1]
     slots = engine.get_server_info().get("expert_slots")  # which the engine may not have before its first answer

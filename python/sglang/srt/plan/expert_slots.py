@@ -15,7 +15,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.cpu_experts import LAYER_S as CPU_LAYER_S
-from sglang.srt.plan.cpu_experts import CpuRate, advised, threads_of_rank, with_threads
+from sglang.srt.plan.cpu_experts import with_threads
 from sglang.srt.plan.defaults import BESIDE_SLOTS
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import (
@@ -24,7 +24,6 @@ from sglang.srt.plan.expert_slot_plan import (
     LAYER_S,
     READ_RATE,
     STEP_S,
-    AdvisedCpus,
     ExpertSlotPlan,
     MainMemory,
     SlotCounts,
@@ -267,23 +266,15 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
         trial.capacity.sizes.tokens_per_step, chosen, rate,
     )  # fmt: skip
 
-    def decode(tokens: int, cpus: CpuRate | None) -> float:
+    threads = max(layer.ffn.experts.cpu_threads for layer in model.layers if layer.ffn.experts)
+    cpus = with_threads(rate, threads, planner.main_memory, processes) if threads else None
+    layer_s, missing_rate = (LAYER_S, rate) if cpus is None else (LAYER_S + CPU_LAYER_S, cpus.together)
+
+    def decode(tokens: int) -> float:
         missing = sizes.copied_bytes(tokens)
         hits = sizes.used_bytes(tokens) - missing
         read = (dense + hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
-        layer_s, missing_rate = (LAYER_S, rate) if cpus is None else (LAYER_S + CPU_LAYER_S, cpus.together)
         return len(layers) * layer_s + STEP_S + read + missing / missing_rate
 
-    threads = threads_of_rank(planner.args.kt_cpuinfer, processes)
-    asked = with_threads(rate, threads, planner.main_memory, processes) if threads else None
-    better = advised(rate, planner.main_memory, processes) if planner.args.kt_cpuinfer is None else None
-    return replace(
-        sizes,
-        decode_one=decode(1, asked),
-        decode_eight=decode(8, asked),
-        prompt=total * (1 - share) / rate,
-        cpu_threads=threads,
-        advised_cpus=None
-        if better is None
-        else AdvisedCpus(better.threads * processes, decode(1, better), decode(8, better)),
-    )
+    prompt = total * (1 - share) / rate
+    return replace(sizes, decode_one=decode(1), decode_eight=decode(8), prompt=prompt, cpu_threads=threads)
