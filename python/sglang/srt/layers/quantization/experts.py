@@ -62,7 +62,11 @@ class Experts:
         up, down = _products(sizes, quant.format if quant else None, scope.groups.expert_tp)
         self.features = scope.plan.arch.features
         self.adapters = _adapters(scope, sizes, (up, down))
-        self.products = [_create(scope.sub(product.name), product, sizes, quant) for product in (up, down)]
+        self.row_nodes = [scope.row_nodes.with_parts(len(product.shards)) for product in (up, down)]
+        self.products = [
+            _create(replace(scope.sub(product.name), row_nodes=placed), product, sizes, quant)
+            for product, placed in zip((up, down), self.row_nodes, strict=True)
+        ]
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
@@ -77,7 +81,7 @@ class Experts:
         self.products.clear()
         if self.num_slots and not self.w13.data.is_meta:
             bank, numbers = (self.w13, self.w2), (self.num_slots, self.num_buffered)
-            self.slots = ExpertSlots(self.plan, bank, *numbers, self.buffers, self.device)
+            self.slots = ExpertSlots(self.plan, bank, *numbers, self.buffers, self.device, self.row_nodes)
             self.w13, self.w2 = self.slots.bank
 
     def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, Waves | None]:

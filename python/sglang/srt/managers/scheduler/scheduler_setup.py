@@ -25,6 +25,7 @@ from sglang.srt.hardware.arch import (
     lockable_bytes,
     pci_address,
 )
+from sglang.srt.hardware.cpu_cores import Neighbours, meet
 from sglang.srt.hardware.numa import bind_to_numa_node, free_bytes_of, node_of
 from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, ranges_for
@@ -73,6 +74,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         torch.cuda.set_device(gpu)
         if (address := pci_address(gpu)) is not None:
             bind_to_numa_node(address)  # must come before NCCL starts its threads
+        meet(_neighbours(node, gpu))
     if ranks.world_size > 1:
         assert rendezvous is not None
         if args.nnodes > 1:
@@ -109,6 +111,13 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         args, gpu, MainMemory(lockable), lambda memory: agreed_plan(agreed, ranks.stage(rank), partial(make, memory))
     )
     return replace(plan, warnings=(*plan.warnings, agreed.note)) if agreed.note else plan
+
+
+def _neighbours(node: Node, gpu: int) -> Neighbours:
+    """Returns the ranks of this machine."""
+    addresses = [pci_address(device) for device in node.devices]
+    nodes = tuple(None if address is None else node_of(address) for address in addresses)
+    return Neighbours(nodes, node.devices.index(gpu))
 
 
 def _with_measured_cpus(
