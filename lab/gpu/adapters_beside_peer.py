@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adapters_on_gpu import CONFIG, SHAPES, prompts, write_adapter
+from adapters_on_gpu import CONFIG, SHAPES, prompts, save_weights, write_adapter, write_model
 
 ADAPTERS, REQUESTS, RANK = (0, 1, 8, 32), (1, 64, 256), 16
 FEWER, MORE, ROUNDS = 32, 192, 3
@@ -27,11 +27,12 @@ def write(folder: Path) -> None:
     """Writes the model's config and the adapters, unless they are there."""
     if (folder / "written").exists():
         return
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+    folder.mkdir(parents=True, exist_ok=True)
+    layers, vocabulary = (int(CONFIG[name]) for name in ("num_hidden_layers", "vocab_size"))  # type: ignore[call-overload]
+    save_weights(folder / "model", write_model(folder / "model", layers, vocabulary))
     for number in range(max(ADAPTERS)):
         path = folder / f"a{number}"
-        write_adapter(path, CONFIG["num_hidden_layers"], RANK, seed=number)  # type: ignore[arg-type]
+        write_adapter(path, layers, RANK, seed=number)
         config = json.loads((path / "adapter_config.json").read_text())  # upstream takes a list of names alone
         config["target_modules"] = sorted({name.rpartition(".")[2] for name in SHAPES})
         (path / "adapter_config.json").write_text(json.dumps(config))
@@ -75,14 +76,14 @@ def main() -> None:
 
     lora: dict[str, Any] = {}
     if not asked.without:
-        paths = {f"a{number}": str(asked.folder / f"a{number}") for number in range(max(ADAPTERS))}
+        paths = [f"a{number}={asked.folder / f'a{number}'}" for number in range(max(ADAPTERS))]
         lora = {"enable_lora": True, "lora_paths": paths, "max_loras_per_batch": max(ADAPTERS)}
     more = {name: value_of(value) for name, value in (word.split("=", 1) for word in asked.words)}
     started = time.perf_counter()
     engine = sglang.Engine(
-        model_path=str(asked.folder / "model"), load_format="dummy", skip_tokenizer_init=True, random_seed=1,
+        model_path=str(asked.folder / "model"), skip_tokenizer_init=True, random_seed=1,
         disable_radix_cache=True, context_length=4096, mem_fraction_static=0.7, max_running_requests=max(REQUESTS),
-        cuda_graph_max_bs=max(REQUESTS), **lora, **more,
+        **lora, **more,
     )  # fmt: skip
     print(json.dumps({"version": sglang.__version__, "start_s": round(time.perf_counter() - started, 1)}), flush=True)
     for adapters in ADAPTERS[:1] if asked.without else ADAPTERS:
