@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.mem_cache import node_memory
 from sglang.srt.mem_cache.main_memory import HUGE_PAGE
-from sglang.srt.mem_cache.node_memory import ANYWHERE, RowNodes, map_on_nodes, pages_of, runs_by_node
+from sglang.srt.mem_cache.node_memory import ANYWHERE, RowNodes, map_on_nodes, pages_of, place_on_nodes, runs_by_node
 
 
 def test_every_byte_lies_on_one_node_and_rows_on_that_of_their_part() -> None:
@@ -50,8 +50,9 @@ def test_threads_of_each_node_touch_its_pages(columns: int, page: int, monkeypat
         touched.append((address, address + size, cpu - 40))
 
     shape = (2, 64, columns)
-    tensor = map_on_nodes(shape, torch.bfloat16, RowNodes((0, 1), 2), touch)
+    tensor = map_on_nodes(shape, torch.bfloat16, ANYWHERE)
     assert tensor.shape == shape and tensor.is_contiguous() and tensor.dtype == torch.bfloat16
+    place_on_nodes(tensor, RowNodes((0, 1), 2), touch)
     touched.sort()
     assert {node for *_, node in touched} == {0, 1}
     assert all(begin % page == end % page == 0 for begin, end, _ in touched)

@@ -68,21 +68,25 @@ def pages_of(runs: Runs, start: int, page: int) -> Runs:
     return [(begin, end) for begin, end in whole if begin < end]
 
 
-def map_on_nodes(
-    shape: Sequence[int], dtype: torch.dtype, placed: RowNodes, touch: Touch | None = None
-) -> torch.Tensor:
-    """Returns a tensor as `main_memory.map_memory` does, its rows on their nodes. touch: for tests."""
-    memory = map_memory(torch.Size(shape).numel() * dtype.itemsize)
-    if len(placed.nodes) > 1 and len(shape) > 2 and shape[1] % placed.parts == 0:
-        by_node = runs_by_node(shape, dtype.itemsize, placed)
-        shortest = min(end - begin for runs in by_node for begin, end in runs)
-        page = HUGE_PAGE if shortest >= PAGES_OF_RUN * HUGE_PAGE else mmap.PAGESIZE
-        if page != HUGE_PAGE:
-            _advise(memory.data_ptr(), memory.numel(), ADVISE_NO_HUGE)
-        with ThreadPoolExecutor(len(placed.nodes)) as threads:
-            places = [pages_of(runs, memory.data_ptr(), page) for runs in by_node]
-            list(threads.map(_touch_on, placed.nodes, places, [touch or allocate] * len(places)))
-    return memory.view(dtype).view(tuple(shape))
+def map_on_nodes(shape: Sequence[int], dtype: torch.dtype, placed: RowNodes) -> torch.Tensor:
+    """Returns a tensor as `main_memory.map_memory` does, its rows on their nodes."""
+    tensor = map_memory(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(tuple(shape))
+    place_on_nodes(tensor, placed)
+    return tensor
+
+
+def place_on_nodes(tensor: torch.Tensor, placed: RowNodes, touch: Touch | None = None) -> None:
+    """Has the system allocate a mapped tensor that holds nothing yet, its rows on their nodes. touch: for tests."""
+    if len(placed.nodes) < 2 or tensor.ndim < 3 or tensor.shape[1] % placed.parts:
+        return
+    by_node = runs_by_node(tensor.shape, tensor.element_size(), placed)
+    shortest = min(end - begin for runs in by_node for begin, end in runs)
+    page = HUGE_PAGE if shortest >= PAGES_OF_RUN * HUGE_PAGE else mmap.PAGESIZE
+    if page != HUGE_PAGE:
+        _advise(tensor.data_ptr(), tensor.nbytes, ADVISE_NO_HUGE)
+    with ThreadPoolExecutor(len(placed.nodes)) as threads:
+        places = [pages_of(runs, tensor.data_ptr(), page) for runs in by_node]
+        list(threads.map(_touch_on, placed.nodes, places, [touch or allocate] * len(places)))
 
 
 def _touch_on(node: int, runs: Runs, touch: Touch) -> None:
