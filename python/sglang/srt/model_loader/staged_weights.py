@@ -187,7 +187,7 @@ class ServedWeights:
         has_checkpoint = self.draft_path != self.plan.model.model_path
         if selector == "all":
             drafts = [(part, folder) for part, folder in drafts if not (has_checkpoint and folder == self.draft_path)]
-        target = [] if selector == "draft" else [self.model]
+        target: list[Loadable] = [] if selector == "draft" else [self.model]
         return target if selector == "target" else [*target, *(part for part, _ in drafts)]
 
     @property
