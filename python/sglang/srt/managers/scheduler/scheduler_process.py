@@ -313,7 +313,7 @@ class SchedulerProcess:
         return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire(), "busy": problem == BUSY})
 
     def _wake(self, msg: ControlReq) -> ControlReply:
-        problem = self.memory.wake(msg.args["tags"])
+        problem = self.memory.wake(msg.args["tags"], msg.args["key"])
         return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire()})
 
     def _start_profile(self, msg: ControlReq) -> ControlReply:
