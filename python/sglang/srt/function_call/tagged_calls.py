@@ -26,9 +26,10 @@ class TaggedCalls:
 
     `after_name` of "": a line break or a tag ends the name. `closing`: ends the name and the call. `after_key`: text ->
     whether the value that follows is a string; None: the tool's schema decides. `lines`: values are on lines of their
-    own. `escapes`: values may have character references such as `&lt;`. `json_body`: a JSON object may replace all arguments. `next_tags`: the call ends before one of these, also
-    without `end`. `no_end`: texts that end a value without `after_value`, on a line of its own and within a line.
-    `no_value`: texts that no value contains; the call breaks off there.
+    own. `escapes`: values may have character references such as `&lt;`. `json_body`: a JSON object may replace all
+    arguments. `next_tags`: the call ends before one of these, also without `end`. `no_end`: texts that end a value
+    without `after_value`, on a line of its own and within a line. `no_value`: texts that no value contains; the call
+    breaks off there.
 
     A value may contain end tags: `after_value` counts if the next key or the end of the call follows, `end` within a
     value if one of `next_tags` follows, and both at the end of the text.

@@ -1,5 +1,5 @@
-"""The embedding of mask tokens that a block draft brings in a file of its own, because the row of its target's table was
-never trained."""
+"""The embedding of mask tokens that a block draft brings in a file of its own, because the row of its target's table
+was never trained."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def read_mask_vector(path: Path, size: int, mask_token: int) -> torch.Tensor:
             raise UserError(f"{path} has more than {_MAX_BYTES:,} bytes, and must hold one vector of {size} numbers.")
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"{path} cannot be read as a tensor: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path} cannot be read as a tensor: {reason}") from None
     if isinstance(stored, Mapping):
         if stored.get("mask_token_id", mask_token) != mask_token:
             raise UserError(f"{path} is for mask token {stored['mask_token_id']}, and config.json names {mask_token}.")

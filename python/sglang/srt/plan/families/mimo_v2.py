@@ -1,5 +1,5 @@
-"""MiMo-V2 to V2.6: window layers have other numbers of KV heads, and sinks; values are narrower than keys; a third of a head
-rotates."""
+"""MiMo-V2 to V2.6: window layers have other numbers of KV heads, and sinks; values are narrower than keys; a third of
+a head rotates."""
 
 from __future__ import annotations
 
