@@ -62,9 +62,9 @@ class OutputGate:
         self.linear, self.multiply = scope.plan.entry(LINEAR), scope.plan.entry(ATTENTION_HEAD_GATE)
 
     def _take(self, weight: torch.Tensor) -> None:
-        own = weight[self.heads.run]
+        rows = weight[self.heads.run]
         missing = self.heads.padded_count - self.heads.count
-        self.weight = F.pad(own, (0, 0, 0, missing)) if missing else own
+        self.weight = F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Returns out [T, heads * D] with each head times its gate, made of x [T, H]."""
