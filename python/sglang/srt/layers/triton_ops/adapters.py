@@ -120,8 +120,37 @@ def shrink_kernel(
         tl.store(at, total, mask=here[:, None] & (r < rank)[None, :])
 
 
+@triton.jit(do_not_specialize=["first_id"])
+def look_up_kernel(
+    ids,  # [T] int64
+    a,  # [S, 1, R, K]
+    order,
+    chunks,
+    ranks,
+    low,  # [1, T, R] fp32, by place in the order
+    first_id,
+    K,
+    R,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    chunk = chunks + tl.program_id(0) * 3
+    slot, first, count = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    if slot > 0:
+        rank = tl.load(ranks + slot - 1)
+        place, r = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        here = place < count
+        token = tl.load(order + first + place, mask=here, other=0)
+        column = tl.load(ids + token, mask=here, other=0) - first_id
+        inside = here & (column >= 0) & (column < K)
+        a_rows = a + (slot - 1).to(tl.int64) * R * K + r[None, :].to(tl.int64) * K
+        value = tl.load(a_rows + column[:, None], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+        at = low + (first + place).to(tl.int64)[:, None] * R + r[None, :]
+        tl.store(at, value.to(tl.float32), mask=here[:, None] & (r < rank)[None, :])
+
+
 @triton.jit
-def _sums(low, span_stride, here, SPANS: tl.constexpr, dtype: tl.constexpr):
+def sum_of_spans(low, span_stride, here, SPANS: tl.constexpr, dtype: tl.constexpr):
     """Returns A x, rounded as the reference rounds it. The loads of all spans are in flight together."""
     sums = tl.load(low, mask=here, other=0.0)
     for span in tl.static_range(1, SPANS):
@@ -137,6 +166,7 @@ def expand_kernel(
     chunks,
     ranks,
     tiles,  # [tiles, 3] int32
+    scales,  # [S, 2, N] fp32 or None
     out,
     num_tokens,
     N,
@@ -169,17 +199,21 @@ def expand_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if rank > 0:
-        before = tl.load(at, mask=changes, other=0.0)
+        kept = tl.load(at, mask=changes, other=0.0).to(tl.float32)
+        if scales is not None:
+            scale = scales + index.to(tl.int64) * (2 * N) + begin + col
+            kept *= tl.load(scale, mask=inside, other=0.0)[None, :]
+            kept += tl.load(scale + N, mask=inside, other=0.0)[None, :]
         stride = num_tokens.to(tl.int64) * width
         low_rows = low + (first + place).to(tl.int64)[:, None] * width + part * R + r[None, :]
         here = some[:, None] & (r < rank)[None, :]
-        delta = tl.dot(_sums(low_rows, stride, here, SPANS, b.dtype.element_ty), weight)
+        delta = tl.dot(sum_of_spans(low_rows, stride, here, SPANS, b.dtype.element_ty), weight)
         for start in range(BLOCK_R, rank, BLOCK_R):
             more = start + r < rank
             weight = tl.load(b_rows + start, mask=more[:, None] & inside[None, :], other=0.0)
             here = some[:, None] & more[None, :]
-            delta = tl.dot(_sums(low_rows + start, stride, here, SPANS, b.dtype.element_ty), weight, delta)
-        tl.store(at, (before.to(tl.float32) + delta).to(out.dtype.element_ty), mask=changes)
+            delta = tl.dot(sum_of_spans(low_rows + start, stride, here, SPANS, b.dtype.element_ty), weight, delta)
+        tl.store(at, (kept + delta).to(out.dtype.element_ty), mask=changes)
 
 
 def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
@@ -241,19 +275,32 @@ def shrink(x: torch.Tensor, ordered: Chunks, weights: AdapterWeights, aside: boo
     return low
 
 
+def look_up(ids: torch.Tensor, first: int, ordered: Chunks, weights: AdapterWeights) -> torch.Tensor:
+    """Returns columns of A as `shrink` returns A x."""
+    _, num_parts, rank, size = weights.a.shape
+    assert num_parts == 1
+    block_r = min(SHRINK_R, triton.next_power_of_2(rank))
+    low = torch.empty((1, len(ids), rank), dtype=torch.float32, device=ids.device)
+    look_up_kernel[(len(ordered.table), triton.cdiv(rank, block_r))](
+        ids, weights.a, ordered.order, ordered.table, weights.ranks, low, first, size, rank,
+        BLOCK_M=ordered.rows, BLOCK_R=block_r, num_warps=4,
+    )  # fmt: skip
+    return low
+
+
 def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Adds B times A x to out [T, N], whose rows are contiguous."""
-    assert isinstance(weights.tiles, Tiles)
+    """Adds B times A x to out [T, N], which is scaled before, and whose rows are contiguous; `out` may be fp32 where the weights are not."""
+    assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
     rank = weights.a.shape[2]
     many = ordered.rows > 16
     block_n = 64 if many or len(out) <= 64 else TILE
     tiles = weights.tiles.table
     expand_kernel[(len(ordered.table), len(tiles) * (TILE // block_n))](
-        low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, out, len(out), out.shape[1], rank,
-        low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
+        low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, weights.scales, out, len(out),
+        out.shape[1], rank, low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
         BLOCK_R=min(EXPAND_R, triton.next_power_of_2(rank)), TILE=TILE, ALIGNED=weights.tiles.aligned,
         num_warps=8 if many else 4, num_stages=1, **pdl.options(),
     )  # fmt: skip
 
 
-ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, expand)
+ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand)
