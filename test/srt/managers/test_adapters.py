@@ -343,7 +343,7 @@ LATENT_FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe_lite", "deepseek_v32", "mistral4"])
+@pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v2_lite", "glm4_moe_lite", "deepseek_v32", "mistral4"])
 def test_keys_and_values_of_latents(tmp_path: Path, model: str) -> None:
     """Decoding absorbs them; so do prompts with such an adapter that would expand them otherwise."""
     one = Adapters(model, tmp_path, LATENT_FORMS)

@@ -294,7 +294,9 @@ class AdapterLayers(AdapterMemory):
         """Returns where A and B of a module go; None: to another stage, whose ranks check it. Raises UserError if the
         model has none of that name or size."""
         names, pair = self._names_of(module), files.pairs[module]
-        if names[0] in self.ends_on_other_stages or any(each.startswith(self.on_other_stages) for each in (names[0], LAYER_OF.sub(r"\1.", names[0]))):
+        if names[0] in self.ends_on_other_stages or any(
+            each.startswith(self.on_other_stages) for each in (names[0], LAYER_OF.sub(r"\1.", names[0]))
+        ):
             return None
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
         if place is not None:

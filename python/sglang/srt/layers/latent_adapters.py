@@ -73,7 +73,7 @@ class LatentAdapters:
         if heads not in tokens.by_head:
             ids = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(count, 1)
             tokens.by_head[heads] = self.kernels.order(tokens.slots, ids, self.layers.plan.slots, heads)
-        self.kernels.add(x.view(-1, x.shape[2]), out.view(-1, out.shape[2]), tokens.by_head[heads], weights)
+        self.kernels.add(x.reshape(-1, x.shape[2]), out.view(-1, out.shape[2]), tokens.by_head[heads], weights)
 
     def check(self, module: str, pair: AdapterPair, source: str) -> None:
         """Raises UserError if the sizes of an adapter are not those of the layer."""

@@ -166,7 +166,7 @@ def expand_kernel(
     chunks,
     ranks,
     tiles,  # [tiles, 3] int32
-    scales,  # [S, 2, N] fp32 or None
+    scales,  # [S, 2, N] fp32, only read if SCALED
     out,
     num_tokens,
     N,
@@ -179,6 +179,7 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     chunk = chunks + tl.program_id(0) * 3
@@ -200,7 +201,7 @@ def expand_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if rank > 0:
         kept = tl.load(at, mask=changes, other=0.0).to(tl.float32)
-        if scales is not None:
+        if SCALED:
             scale = scales + index.to(tl.int64) * (2 * N) + begin + col
             kept *= tl.load(scale, mask=inside, other=0.0)[None, :]
             kept += tl.load(scale + N, mask=inside, other=0.0)[None, :]
@@ -289,16 +290,18 @@ def look_up(ids: torch.Tensor, first: int, ordered: Chunks, weights: AdapterWeig
 
 
 def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Adds B times A x to out [T, N], which is scaled before, and whose rows are contiguous; `out` may be fp32 where the weights are not."""
+    """Adds B times A x to out [T, N], which is scaled before. Its rows are contiguous, and it may be fp32 where the
+    weights are not."""
     assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
-    rank = weights.a.shape[2]
+    rank, scales = weights.a.shape[2], weights.scales
     many = ordered.rows > 16
     block_n = 64 if many or len(out) <= 64 else TILE
     tiles = weights.tiles.table
     expand_kernel[(len(ordered.table), len(tiles) * (TILE // block_n))](
-        low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, weights.scales, out, len(out),
-        out.shape[1], rank, low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
-        BLOCK_R=min(EXPAND_R, triton.next_power_of_2(rank)), TILE=TILE, ALIGNED=weights.tiles.aligned,
+        low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, low if scales is None else scales, out,
+        len(out), out.shape[1], rank, low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows,
+        BLOCK_N=block_n, BLOCK_R=min(EXPAND_R, triton.next_power_of_2(rank)), TILE=TILE,
+        ALIGNED=weights.tiles.aligned, SCALED=scales is not None,
         num_warps=8 if many else 4, num_stages=1, **pdl.options(),
     )  # fmt: skip
 
