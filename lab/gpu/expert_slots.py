@@ -169,12 +169,14 @@ def run_case(case: str, folder: str, load_format: str) -> dict[str, Any]:
         return state["chosen"], state["copied"]
 
     result["tokens"] = []
-    for prompts in ([ids(length) for length in (5, 37, 300)], [ids(9)], [ids(900)]):
+    # 896: the resident model has a graph for so many tokens. One of 900 is padded to 1,024 there, for which linear
+    # layers have another kernel, and near ties of random weights then fall the other way.
+    for prompts in ([ids(length) for length in (5, 37, 300)], [ids(9)], [ids(896)]):
         for sampled in (False, True):
             result["tokens"] += timed(prompts, 24, sampled)[1]
     slots = engine.get_server_info().get("expert_slots")  # which the engine may not have before its first answer
     if slots:
-        result["slots"] = {name: slots[name] for name in ("slots", "experts", "buffered", "layers")}
+        result["slots"] = {name: slots[name] for name in ("slots", "experts", "buffered", "layers", "chunk")}
     of_expert = slots["host_bytes"] / slots["layers"] / slots["experts"] if slots else 0.0
     for requests in (1, 8):
         prompts = [ids(20) for _ in range(requests)]
@@ -191,7 +193,7 @@ def run_case(case: str, folder: str, load_format: str) -> dict[str, Any]:
     result["prompt_ms"] = 1e3 * min(timed([ids(PROMPT)], 1)[0] for _ in range(2))
     if slots:
         missing = slots["host_bytes"] * (1 - slots["slots"] / slots["experts"])
-        result["prompt_bus_ms"] = 1e3 * missing / (FETCHED * PCIE5)
+        result["prompt_bus_ms"] = 1e3 * missing / (FETCHED * PCIE5) * -(-PROMPT // slots["chunk"])
     result["cpus"] = engine.get_server_info()["internal_states"][0].get("cpu_experts")
     engine.shutdown()
     del taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from sglang.srt.hardware.numa import SYSFS, parse_cpu_list
@@ -10,9 +11,9 @@ from sglang.srt.hardware.numa import SYSFS, parse_cpu_list
 ANY_CPU = -1
 
 
-def cores(sysfs: Path = SYSFS) -> list[int]:
-    """Returns one CPU of each physical core that this process may use."""
-    allowed = os.sched_getaffinity(0)
+def cores(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> list[int]:
+    """Returns one CPU of each physical core of the allowed CPUs; None: those that this process may use."""
+    allowed = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     usable = []
     for cpu in sorted(allowed):
         try:

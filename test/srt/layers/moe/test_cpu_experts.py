@@ -13,7 +13,7 @@ import torch
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.cpu_cores import cores, threads_on_cores
-from sglang.srt.layers.moe.cpu_experts import library, ops
+from sglang.srt.layers.moe.cpu_experts import library, measured, ops
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.cpu_experts.ops import DONE, FETCHED, MAX_PAIRS, MAX_TOKENS, TOKENS, TOP_K, WHOLE, Request
 from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool
@@ -134,6 +134,20 @@ def test_machines_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(UserError, match="for x86-64, and this machine is aarch64"):
         library.compile_library()
+
+
+def test_main_memory_is_measured_on_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "ALL_BYTES", 8 << 20)
+    monkeypatch.setattr(measured, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(measured, "SECONDS", 0.02)
+    monkeypatch.setattr(measured, "why_no_doorbell", lambda device: "")
+    rate, num_cores = measured.rate_for_experts(0)
+    assert rate > 1e8 and num_cores == len(cores())
+    monkeypatch.setattr(measured, "why_no_doorbell", lambda device: "it has no bell")
+    assert measured.rate_for_experts(0) == (0, 0)
+    monkeypatch.setattr(measured, "why_no_doorbell", lambda device: "")
+    monkeypatch.setattr(measured, "ALL_BYTES", 1 << 60)
+    assert measured.rate_for_experts(0) == (0, 1 * num_cores), "a system that gives no memory has no rate"
 
 
 def request_of(hidden: int) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.launch import tiles_in_use
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
+from sglang.srt.layers.moe.cpu_experts.measured import rate_for_experts
 from sglang.srt.plan.expert_slot_plan import MainMemory
 from sglang.srt.plan.host_cache import keeps_unasked
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
@@ -98,14 +99,28 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
             args, host = replace(args, enable_hierarchical_cache=True), numa_host
     probe = _library_probe(arch)
 
-    def make() -> Plan:
+    def make(main_memory: MainMemory) -> Plan:
         return make_plan(
             args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=by_default,
-            main_memory=MainMemory(lockable),
+            main_memory=main_memory,
         )  # fmt: skip
 
-    plan = agreed_plan(agreed, ranks.stage(rank), make)
+    plan = _with_measured_cpus(
+        args, gpu, MainMemory(lockable), lambda memory: agreed_plan(agreed, ranks.stage(rank), partial(make, memory))
+    )
     return replace(plan, warnings=(*plan.warnings, agreed.note)) if agreed.note else plan
+
+
+def _with_measured_cpus(
+    args: ServerArgs, gpu: int, main_memory: MainMemory, make: Callable[[MainMemory], Plan]
+) -> Plan:
+    """Returns the plan that `make` makes of main memory. If experts lie there, and no flag says whether CPUs compute
+    some of them, main memory is measured, and what the slowest rank found decides. A collective."""
+    plan = make(main_memory)
+    if plan.expert_slots is None or plan.device != "cuda" or args.kt_cpuinfer is not None:
+        return plan
+    rate, cores = parallel_state.all_reduce_min(rate_for_experts(gpu))
+    return make(replace(main_memory, rate=rate, cores=cores)) if rate else plan
 
 
 def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:

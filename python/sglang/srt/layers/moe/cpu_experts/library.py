@@ -22,7 +22,7 @@ from sglang.srt.errors import UserError
 SOURCES = Path(__file__).with_name("csrc")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "bf16")))
-FILES: dict[str, tuple[str, ...]] = {"pool.c": (), "kernels_avx2.c": AVX2, "kernels_avx512.c": AVX512}
+FILES: dict[str, tuple[str, ...]] = {"pool.c": (), "rate.c": (), "kernels_avx2.c": AVX2, "kernels_avx512.c": AVX512}
 """Files, and the options of each beside OPTIONS."""
 OPTIONS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fPIC", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
@@ -121,6 +121,7 @@ def load_library() -> ctypes.CDLL:
         "run": (ctypes.c_int, [pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int, *[pointer] * 4]),
         "connect": (ctypes.c_int, [pointer, ctypes.POINTER(Mailbox), ctypes.c_double, ctypes.c_double]),
         "totals": (None, [pointer, pointer]),
+        "read_rate": (ctypes.c_double, [ctypes.c_int, int_pointer, ctypes.c_uint64, ctypes.c_double]),
         "destroy": (None, [pointer]),
         "sizes": (None, [pointer]),
     }  # fmt: skip
