@@ -121,8 +121,8 @@ def compare(name: str, folder: Path) -> int:
     """Prints a row for each form of a model. Returns how many tokens differ."""
     base = save_tiny(name, folder / "model")
     args = ServerArgs.from_kwargs(
-        model_path=str(folder / "model"), device="cpu", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=64, lora_target_modules=["all"],
-        max_total_tokens=4096, max_running_requests=8, disable_shared_experts_fusion=True,
+        model_path=str(folder / "model"), device="cpu", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=64,
+        lora_target_modules=["all"], max_total_tokens=4096, max_running_requests=8, disable_shared_experts_fusion=True,
     )  # fmt: skip
     scheduler = Scheduler(args, create_runner(args), StopChecker(None))
     prompts = [

@@ -7,11 +7,14 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
 import torch
 from transformers import PreTrainedModel
+
+from sglang.srt.plan.weight_names import USUAL_NAMES
 
 ENDS = ("embed_tokens", "lm_head")
 """Of these PEFT saves the base model's weights, too."""
@@ -76,6 +79,12 @@ def write_adapter(
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(values))
     return merged
+
+
+def one_layer(experts: bool | None) -> Any:
+    """Returns what adapters read of a model's description, of one layer whose attention has no latents."""
+    layer = SimpleNamespace(mixer=SimpleNamespace(latent_heads=None), on_other_stage=False)
+    return SimpleNamespace(names=USUAL_NAMES, layers=(layer,), experts=experts, first_stage=True, last_stage=True)
 
 
 EXPERT_LAYOUTS = ("each", "flat", "exchanged", "stacked", "outer")

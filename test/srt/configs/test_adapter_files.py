@@ -17,6 +17,7 @@ from sglang.srt.configs.adapters.arguments import NamedAdapter, named_adapters
 from sglang.srt.configs.adapters.config import AdapterConfig, adapter_config
 from sglang.srt.configs.adapters.files import content_id, read_adapter_files
 from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
 
 MODULE = "model.layers.0.self_attn.q_proj"
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "embed_tokens"]}
@@ -266,6 +267,22 @@ def test_content_ids(tmp_path: Path) -> None:
 )
 def test_named_adapters(entry: str, adapter: NamedAdapter) -> None:
     assert named_adapters([entry]) == [adapter]
+
+
+def test_adapters_as_objects() -> None:
+    """As `Engine` takes them."""
+    for given in (
+        {"a": "/x", "b=": "/y"},
+        [{"lora_name": "a", "lora_path": "/x"}, {"lora_name": "b=", "lora_path": "/y"}],
+    ):
+        args = ServerArgs.from_kwargs(model_path="m", device="cpu", lora_paths=given, max_loras_per_batch=2)
+        assert named_adapters(args.lora_paths or ()) == [NamedAdapter("a", "/x"), NamedAdapter("b=", "/y")]
+    mixed: Any = [{"lora_name": "a", "lora_path": "/x", "pinned": True}, "b=/y"]
+    args = ServerArgs.from_kwargs(model_path="m", device="cpu", lora_paths=mixed, max_loras_per_batch=2)
+    assert named_adapters(args.lora_paths or ()) == [NamedAdapter("a", "/x", True), NamedAdapter("b", "/y")]
+    for given in ({"a": 1}, [7], [{"lora_name": "a"}]):
+        with pytest.raises(UserError, match="lora|needs a path"):
+            ServerArgs.from_kwargs(model_path="m", device="cpu", lora_paths=given)
 
 
 @pytest.mark.parametrize(

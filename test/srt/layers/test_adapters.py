@@ -137,6 +137,16 @@ def test_a_token_alone_has_the_same_sum() -> None:
 
 
 @interpreter.kernel_test
+def test_programs_with_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "PROGRAMS", 3)
+    weights = weights_of((64, 32), 256, 48)
+    x, out, slots = step_of(200, 160, 256)
+    wanted = exact(x, out, slots, weights)
+    add(x, out, slots, weights)
+    close(out, wanted)
+
+
+@interpreter.kernel_test
 def test_rows_of_a_wider_tensor() -> None:
     weights = weights_of((40, 8, 24), 128, 48)
     x, out, slots = step_of(9, 112, 128)
@@ -155,6 +165,7 @@ def test_chunks_have_each_token_of_an_adapter_once(tokens: int) -> None:
     slots = torch.randint(-2, 4, (tokens,), generator=generator).clamp_min(0).to(DEVICE, torch.int32)
     chunks = adapters.order_tokens(slots, 5)
     order, found = chunks.order.tolist(), []
+    assert [slot > 0 for slot, _, _ in chunks.table.tolist()].count(True) == int(chunks.used)
     for slot, begin, count in chunks.table.tolist():
         assert count <= chunks.rows and (slot > 0) == (count > 0)
         found += [(slot, token) for token in order[begin : begin + count]]

@@ -77,10 +77,9 @@ class AdapterPlan:
             if self.serves([of_rank.model.names.layer_module(layer, "attn.kv_b")]):
                 rows = heads.shares(of_rank.ranks.attn_tp_size).padded_heads * (heads.nope_dim + heads.v_dim)
                 elements += self.room * (rows + 2 * heads.kv_lora_rank)
-        has_ends = (of_rank.model.first_stage and self.serves_embedding) + (
-            of_rank.model.last_stage and self.serves_head
-        )
-        elements += has_ends * self.room * (of_rank.head.rows + of_rank.head.cols)
+        model, head = of_rank.model, of_rank.head
+        num_ends = (model.first_stage and self.serves_embedding) + (model.last_stage and self.serves_head)
+        elements += num_ends * self.room * (head.rows + head.cols)
         return self.slots * elements * KV_DTYPE_BYTES[dtype]
 
     def _of_experts(self, matrix: Matrix) -> int:

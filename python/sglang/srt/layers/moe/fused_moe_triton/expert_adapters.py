@@ -178,9 +178,8 @@ def expand_pairs_kernel(
     if rank > 0:
         stride = num_pairs.to(tl.int64) * width
         low_rows = low + place.to(tl.int64)[:, None] * width + part * R + r[None, :]
-        delta = tl.dot(
-            sum_of_spans(low_rows, stride, here[:, None] & (r < rank)[None, :], SPANS, b.dtype.element_ty), weight
-        )
+        read = here[:, None] & (r < rank)[None, :]
+        delta = tl.dot(sum_of_spans(low_rows, stride, read, SPANS, b.dtype.element_ty), weight)
         for start in range(BLOCK_R, rank, BLOCK_R):
             more = start + r < rank
             weight = tl.load(b_rows + start, mask=more[:, None] & inside[None, :], other=0.0)
