@@ -28,9 +28,9 @@ def refuse_changed_bases(files: AdapterFiles, model_path: str, names: WeightMap,
         return
     wanted = {module: _name_of(module, names, tied) for module in files.bases}
     with ExitStack() as stack, safe_open(files.weights, "pt") as file:  # type: ignore[no-untyped-call]
-        own = dict(_stored(model_path, names, stack))
+        stored = dict(_stored(model_path, names, stack))
         for module, name in files.bases.items():
-            ours, theirs = own.get(wanted[module]), file.get_slice(name)
+            ours, theirs = stored.get(wanted[module]), file.get_slice(name)
             if ours is not None and not _equal(ours, theirs):
                 raise UserError(
                     f"{files.folder}: {name} differs from the model's: its rows were trained or added, or the adapter"
@@ -70,7 +70,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
         return False
     for begin in range(0, rows, ROWS):
         part = slice(begin, min(begin + ROWS, rows))
-        own, other = (each[part].to(torch.float32) for each in (ours, theirs))
-        if ((own - other).abs() > ROUNDING * own.abs() + LEAST).any():
+        mine, other = (each[part].to(torch.float32) for each in (ours, theirs))
+        if ((mine - other).abs() > ROUNDING * mine.abs() + LEAST).any():
             return False
     return True
