@@ -118,7 +118,7 @@ class AttentionSites:
         for site, builder in dense.items():
             sites[site].decode = built[builder]
 
-    def _build_extend(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata], absorbs: bool) -> None:
+    def _build_extend(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata], absorbs: bool = False) -> None:
         long = _is_long(rows)
         shared = long and self.shares_prefixes(rows.new_lens_cpu, rows.prefix_lens_cpu)
         builders = {**self.extend, **(self.long_prompts if long and not shared else {})}
