@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import json
+import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -88,7 +89,8 @@ async def received(serialized: Sequence[str], load_format: str | None) -> AsyncI
 async def written(data: Sequence[bytes]) -> AsyncIterator[list[Path]]:
     """Yields files with these contents, in memory where the system has such a place."""
     shared = sent_tensors.FOLDER
-    with tempfile.TemporaryDirectory(prefix="sglang-weights-", dir=shared if shared.is_dir() else None) as folder:
+    prefix = f"{sent_tensors.PREFIX}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=shared if shared.is_dir() else None) as folder:
         files = [Path(folder) / str(i) for i in range(len(data))]
         for file, content in zip(files, data, strict=True):
             await asyncio.to_thread(file.write_bytes, content)
