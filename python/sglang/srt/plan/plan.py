@@ -412,9 +412,9 @@ def _with_main_memory(
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         taken = memory.weights + memory.caches if plan.device == "cpu" else 0
-        of_experts = 0 if trial.expert_slots is None else trial.expert_slots.host_bytes
-        pinned = host_table_bytes(everything, parallel) + (0 if plan.device == "cpu" else of_experts)
-        host_bytes = max(0, host_bytes - taken - pinned * processes)
+        slots = trial.expert_slots
+        of_experts = 0 if slots is None or plan.device == "cpu" else slots.host_bytes * slots.banks
+        host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes - of_experts)
     weights_copy, said = plan_weights_copy(args, memory.weights, processes, host_bytes)
     if weights_copy is not None and weights_copy.always and host_bytes is not None:
         host_bytes = max(0, host_bytes - weights_copy.total)
