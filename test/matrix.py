@@ -176,20 +176,17 @@ class Feature:
 
 TWO_BATCHES = {"enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
 ONE_BYTE = "a byte an element is the least that their kernels read"
-SIXTEEN_BITS = "their caches have 16 bits, whatever the flag says"
 FEATURES: Mapping[str, Feature] = {
     "fp8": Feature(
         {"kv_cache_dtype": "fp8_e4m3"},
-        refuses={
-            "selected latents": "packed latents have no kernel on a CPU",
-            **dict.fromkeys(("compressed", "pooled latents", "pooled blocks"), SIXTEEN_BITS),
-        },
+        refuses={"selected latents": "packed latents have no kernel on a CPU"},
     ),
     "fp4": Feature(
         {"kv_cache_dtype": "fp4_e2m1"},
         refuses={
-            **dict.fromkeys(("latents", "selected latents", "Kimi delta", "selected blocks"), ONE_BYTE),
-            **dict.fromkeys(("compressed", "pooled latents", "pooled blocks"), SIXTEEN_BITS),
+            **dict.fromkeys(
+                ("latents", "selected latents", "Kimi delta", "selected blocks", "pooled blocks"), ONE_BYTE
+            ),
             "relative biases": "attention with them has no kernel for four bits",
             "heads of 24 dims": "16 dims share a scale",
             "DCP": "codes are not divided by tokens",

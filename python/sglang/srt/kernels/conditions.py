@@ -136,11 +136,6 @@ def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
 
 
-def no_fp8_cache(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses FP8 caches."""
-    return [f"no {need.kv_dtype} cache (--kv-cache-dtype bf16 works)"] if need.kv_dtype.startswith("fp8") else []
-
-
 def no_fp4_cache(need: Need, arch: ArchTraits) -> list[str]:
     """Refuses FP4 caches."""
     return ["no fp4_e2m1 cache (has fp8_e4m3, fp8_e5m2, 16 bits)"] if need.kv_dtype == "fp4_e2m1" else []

@@ -34,6 +34,7 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.ops import RMSNORM
+from sglang.srt.layers.packed_entries import token_numbers
 from sglang.srt.layers.parameter import Scope
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class LatentAttention(LatentHeads):
         absorbed = q.new_empty((num_absorbed, self.num_heads, spec.latent_dim))
         into, at = cache.k, batch.slots_of(cache).out_cache_loc
         if self.pack is not None:
-            into, at = q.new_empty((len(x), 1, spec.latent_dim)), _token_numbers(batch)
+            into, at = q.new_empty((len(x), 1, spec.latent_dim)), token_numbers(batch)
         entries = self.store(
             q,
             latent,
@@ -177,11 +178,3 @@ class LatentAttention(LatentHeads):
             scale=self.spec.softmax_scale,
             cache_scale=self.cache.k_scale,
         )
-
-
-def _token_numbers(batch: ForwardBatch) -> torch.Tensor:
-    """Returns [T] int64: 0, 1, 2, ..., created once per step."""
-    name = "token_numbers"
-    if name not in batch.step_cache:
-        batch.step_cache[name] = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
-    return batch.step_cache[name]

@@ -46,6 +46,18 @@ class Indexer:
         yield parallel.need("index_queries", dims, heads=heads)
         yield parallel.need("sparse_indexer", dims, heads=heads)
 
+    def pooled_needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        """Yields the needs of keys that stand for several tokens, and of queries: in 16 bits the kernel that makes such
+        keys stores them itself."""
+        keys, heads = parallel.of_index_keys, (self.num_heads, 1)
+        dims = (self.head_dim, self.head_dim)
+        if KV_DTYPE_BYTES[keys.kv_dtype] == 1:
+            yield keys.need("index_key_store", dims)
+            yield keys.need("index_queries", dims, heads=heads)
+        else:
+            yield Need("index_queries", q_dtype=parallel.dtype)
+        yield keys.need("sparse_indexer", dims, heads=heads)
+
     def cache(self, parallel: ParallelConfig, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
         """Returns the cache of the indexer's keys, which every rank holds whole; 8-bit keys have an fp32 scale each."""
         tensors: tuple[CacheTensor, ...] = (CacheTensor("k", (1, self.head_dim), parallel.kv_dtype),)
