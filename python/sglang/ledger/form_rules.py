@@ -120,6 +120,17 @@ _SELECTED = {
         | _LSE
         | {"HAS_MORE": "more_cache_ptr more_slots_ptr more_counts_ptr stride_more_cs stride_more_slots"},
     ),
+    "sparse_records.record_attention_kernel": _rule(
+        at_most=_OPTIONS,
+        counts=f"{_SLOTS} more_counts_ptr",
+        absent=_SINKS
+        | _LSE
+        | {
+            "HAS_MORE": "more_numbers_ptr more_rope_ptr more_scales_ptr more_slots_ptr more_counts_ptr"
+            " stride_more_slots"
+        },
+    ),
+    "latent_records.latent_record_store_kernel": _rule(counts="entry_stride out_cache_loc"),
     "sparse_packed.packed_attention_kernel": _rule(at_most=_OPTIONS, counts=_SLOTS, absent=_SINKS | _LSE),
     "sparse_steps.merge_shares_kernel": _rule(
         at_most=f"{_OPTIONS} SHARES", counts="num_splits num_heads", absent=_SINKS | _LSE

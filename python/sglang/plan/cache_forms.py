@@ -27,7 +27,6 @@ EXPLANATION = (
     " embedded model solved 161 with bfloat16, with fp8_e4m3 and with fp4_e2m1 (benchmark/results/attention.md); larger"
     " models may differ."
 )
-NO_EIGHT_BITS = "compressed entries, their window, and layers that select by pooled keys stay in 16 bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,6 @@ def cache_forms(
     forms = []
     for width, dtype in ((bits, model_dtype), (8, "fp8_e4m3"), (4, FP4_KV)):
         form = CacheForm(width, dtype, dtype == explained.parallel.kv_dtype)
-        if width < bits and not explained.model.caches_in_fp8:
-            forms.append(replace(form, refused=NO_EIGHT_BITS))
-            continue
         try:
             planned = explained
             if not form.asked:

@@ -189,8 +189,11 @@ ROWS: tuple[TileRow, ...] = (
     ),
     # Records of latents (`plan.latent_record`). Sizes are predictions: shared memory and registers are on record, times
     # are not measured.
-    TileRow("sparse_attention", ((512, 512),), _FP8, (_gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1))),
-    TileRow("sparse_attention", ((512, 512), MLA_LATENT), _FP4, (_gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1))),
+    TileRow(
+        "sparse_attention", ((512, 512),), _FP8,
+        (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
+    ),
+    TileRow("sparse_attention", ((512, 512), MLA_LATENT), _FP4, (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1))),
     # Eight or twelve heads of a KV head share a block of 16 rows; what is read per token is the same for all tiles.
     TileRow(
         "selected_block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 2, 2)),
