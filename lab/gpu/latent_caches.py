@@ -207,7 +207,7 @@ def time_indexer(heads: int, rate: int, kv_dtype: str, batch: int) -> float:
 
 
 def time_blocks(kv_dtype: str, batch: int) -> float:
-    """Returns seconds of Qwen3.8-Flash-Next's attention: 512 blocks of 4 tokens, 24 heads and 2 KV heads of 256 dims."""
+    """Returns seconds of Qwen3.8-Flash-Next: 512 blocks of 4 tokens, 24 heads and 2 KV heads of 256 dims."""
     stored = BF16 if kv_dtype == "bfloat16" else E4M3
     heads, kv, dim, block, pool = 24, 2, 256, 4, batch * CONTEXT
     tile = dict(

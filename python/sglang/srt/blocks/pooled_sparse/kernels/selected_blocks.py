@@ -47,9 +47,9 @@ def selected_block_kernel(
     stride_oh, stride_ks, stride_kh, stride_vs, stride_vh, stride_blocks, DIM: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q [T, Hq, DIM], caches [S, Hkv, DIM] in q's dtype or in float8, blocks [T, K] and counts, tails,
-    tail_counts [T] int32 -> o [T, Hq, DIM], or with several splits part_o [T, splits, Hq, DIM] and part_lse [T, splits,
-    Hq]. `scale` carries log2(e), and the keys' scale; o is multiplied by v_scale. Grid: (T * splits * KV heads * head tiles,)."""
+    """q [T, Hq, DIM], caches [S, Hkv, DIM] in q's dtype or in float8, blocks [T, K] and counts, tails, tail_counts [T]
+    int32 -> o [T, Hq, DIM], or with several splits part_o [T, splits, Hq, DIM] and part_lse [T, splits, Hq]. `scale`
+    carries log2(e) and the keys' scale; o is multiplied by v_scale. Grid: (T * splits * KV heads * head tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     kv_head = pid // num_head_tiles % num_kv_heads
