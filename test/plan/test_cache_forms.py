@@ -45,7 +45,8 @@ def test_tokens_are_those_that_each_flag_gives(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("name", "reasons"),
     [
-        ("deepseek_v32", {4: "latents (MLA) are keys and values of all heads"}),
+        ("deepseek_v32", {}),
+        ("qwen38_flash_next_nvfp4", {4: "keys and values of blocks that pooled keys select"}),
         ("deepseek_v4", {}),
     ],
 )
@@ -62,7 +63,8 @@ def test_what_is_not_served_says_why(
     [
         ("qwen3", ("fp8_e4m3", "2.00", "2.7%"), (FP4_KV, "3.56", "9.5%")),
         ("deepseek_v4", ("fp8_e4m3", "1.86", "2.7%"), (FP4_KV, "2.85", "9.5%")),
-        ("deepseek_v32", ("fp8_e4m3", "1.63", "2.7%"), None),
+        ("deepseek_v32", ("fp8_e4m3", "1.63", "2.7%"), (FP4_KV, "2.30", "9.5%")),
+        ("qwen38_flash_next_nvfp4", ("fp8_e4m3", "1.30", "2.7%"), None),
     ],
 )
 def test_the_table_for_people(

@@ -106,6 +106,7 @@ _ATTENTION = {
         at_most="CARRY_OUT", counts="num_seqs num_blocks num_heads", absent={"CARRY_OUT": "part_o_ptr part_lse_ptr"}
     ),
     "latent_prompt.gather_latents_kernel": _rule(free="NOPE", counts="num_heads"),
+    "latent_prompt.gather_records_kernel": _rule(free="NOPE", counts="num_heads"),
 }
 
 # Attention to selected tokens or blocks, and what selects them.
@@ -121,13 +122,14 @@ _SELECTED = {
         | {"HAS_MORE": "more_cache_ptr more_slots_ptr more_counts_ptr stride_more_cs stride_more_slots"},
     ),
     "sparse_records.record_attention_kernel": _rule(
-        at_most=_OPTIONS,
-        counts=f"{_SLOTS} more_counts_ptr",
+        at_most=f"{_OPTIONS} HAS_ROWS",
+        counts=f"{_SLOTS} more_counts_ptr rows_ptr",
         absent=_SINKS
         | _LSE
         | {
+            "HAS_ROWS": "rows_ptr",
             "HAS_MORE": "more_numbers_ptr more_rope_ptr more_scales_ptr more_slots_ptr more_counts_ptr"
-            " stride_more_slots"
+            " stride_more_slots",
         },
     ),
     "latent_records.latent_record_store_kernel": _rule(counts="entry_stride out_cache_loc"),

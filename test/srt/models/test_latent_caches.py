@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.mla.layer import LatentAttention
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.layers.native_latent_records import pack_records, unpack_records
 from sglang.srt.layers.packed_entries import PackedKeys, PackedRecords
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.plan.latent_record import latent_record
+from sglang.srt.plan.latent_record import LatentRecord, latent_record
 
 from .harness import NativePlan, TinyRunner, blocks_of, plan_for, random_tokens, save_tiny
 from .v41_reference import save_v41
@@ -78,6 +80,45 @@ def test_layers_read_what_they_store(name: str, kv_dtype: str, tmp_path: Path) -
     got, want = steps(runner), steps(wide)
     assert 0 < median_error(got, want) < {8: 0.1, 4: 0.35}[BITS[kv_dtype]]
     torch.testing.assert_close(got, steps(rounding(plan_for(tmp_path), kv_dtype)), **EXACT)
+
+
+MLA_KINDS = {"V3": "deepseek_v3", "V3.2": "deepseek_v32", "GLM-5": "glm_moe_dsa", "Kimi Linear": "kimi_linear"}
+
+
+def rounding_mla(runner: TinyRunner) -> TinyRunner:
+    """Whose cache of latents holds what records stand for, read as those are."""
+    mixers: list[Any] = [block for layer in runner.model.layers for _, block in layer.blocks]
+    for mixer in mixers:
+        if not isinstance(mixer, LatentAttention):
+            continue
+        record = mixer.spec.record("fp4_e2m1")
+        assert record is not None
+
+        def store(*args: Any, original: Any = mixer.store, record: LatentRecord = record) -> torch.Tensor:
+            entries, cache, loc = original(*args), args[7], args[8]
+            cache[loc, 0] = unpack_records(pack_records(entries, record), record)
+            return entries
+
+        mixer.store = store
+    for site in runner.attention.sparse.values():
+        site.packed = True
+    return runner
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("name", MLA_KINDS)
+def test_latents_in_four_bits(name: str, expand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding, and prompts over cached latents that read them as they are or expanded."""
+    monkeypatch.setattr(MLA, "expanding_pays", lambda *_: expand)
+    save_tiny(MLA_KINDS[name], tmp_path, **({} if name in ("V3", "Kimi Linear") else {"index_topk": 128}))
+    plan = plan_for(tmp_path, kv_cache_dtype="fp4_e2m1")
+    runner = TinyRunner(plan)
+    assert {store.k.dtype for store in runner.model.caches if store.name == "latent"} == {torch.uint8}
+    got, wide = steps(runner), steps(TinyRunner(plan_for(tmp_path)))
+    assert 0 < median_error(got, wide) < 0.35
+    want = steps(rounding_mla(TinyRunner(plan_for(tmp_path))))
+    # The first piece has no cached prefix: its tokens attend to each other as they are.
+    torch.testing.assert_close(got[30:], want[30:], **EXACT)
 
 
 @pytest.mark.parametrize("name", SAVED)

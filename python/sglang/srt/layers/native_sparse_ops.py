@@ -222,7 +222,7 @@ def _selected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the selected entries [t, K, D] of some tokens, zeros where there is none, and the mask [t, K] of existing
     ones. `unpack`: makes entries of those that are bytes."""
-    slots = selection.slots[piece]
+    slots = selection.of(piece)
     kept = (slots >= 0) & (torch.arange(slots.shape[1], device=slots.device) < selection.counts[piece, None])
     entries = cache[torch.where(kept, slots, 0).long(), 0]
     if cache.dtype == torch.uint8:

@@ -25,6 +25,12 @@ def selected(width: int, tokens: int = 100) -> Selection:
     return Selection(empty(tokens, width, dtype=torch.int32), empty(tokens, dtype=torch.int32))
 
 
+def _of_tokens(entries: Selection, tokens: int) -> Selection:
+    if entries.rows is None:
+        return selected(entries.slots.shape[1], tokens)
+    return Selection(entries.slots, empty(tokens, dtype=torch.int32), empty(tokens, dtype=torch.int64))
+
+
 def launch_selected_attention(
     shape: AttentionShape,
     caches: list[tuple[torch.Tensor, Selection]],
@@ -39,7 +45,7 @@ def launch_selected_attention(
         for tokens in (1, 4, 8, 60, 1000):
             q, out = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.num_heads, shape.v_head_dim)
             for lse in (None, empty(tokens, shape.num_heads, dtype=torch.float32)):
-                sources = [(cache, selected(entries.slots.shape[1], tokens)) for cache, entries in caches]
+                sources = [(cache, _of_tokens(entries, tokens)) for cache, entries in caches]
                 sparse_attention_fwd(
                     q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse, record=record
                 )
@@ -47,17 +53,23 @@ def launch_selected_attention(
 
 def launch_records(
     shape: AttentionShape, record_of: Callable[[str], LatentRecord | None], widths: list[int], sinks: bool,
-    arch: ArchTraits,
+    arch: ArchTraits, in_table: bool = False,
 ) -> None:  # fmt: skip
-    """Latents or entries in eight and in four bits: what packs them, and attention to `widths` of one or two caches."""
+    """Latents or entries in eight and in four bits: what packs them, and attention to `widths` of one or two caches, or
+    to all tokens (`in_table`)."""
     for dtype in ("fp8_e4m3", FP4):
         record = record_of(dtype)
-        assert record is not None
+        if record is None:
+            continue
         cache = empty(SLOTS, 1, record.size, dtype=torch.uint8)
         for tokens in (1, 100):
             rows = empty(tokens, 1, record.dim)[:, 0]
             latent_records.latent_record_store(rows, cache, empty(tokens, dtype=torch.int64), record)
-        launch_selected_attention(shape, [(cache, selected(width)) for width in widths], sinks, dtype, arch, record)
+        chosen = [selected(width) for width in widths]
+        if in_table:
+            table = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+            chosen = [Selection(table, chosen[0].counts, empty(100, dtype=torch.int64))]
+        launch_selected_attention(shape, [(cache, each) for each in chosen], sinks, dtype, arch, record)
 
 
 def launch_indexer(indexer: Indexer, rate: int, arch: ArchTraits) -> None:

@@ -7,6 +7,7 @@ import interpreter
 import pytest
 import torch
 
+from sglang.srt.blocks.mla.kernels.latent_prompt import gather_records
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import attention_tiles
@@ -169,6 +170,42 @@ def test_attention(record: LatentRecord) -> None:
     """In one share of entries and in several, of one cache and of two."""
     check_attention(record, 8, [COUNTS], 7, tile=-1)
     check_attention(record, 20, [COUNTS, MORE], 1, sinks=True)
+
+
+@interpreter.kernel_test
+def test_all_tokens_of_a_request_in_a_table() -> None:
+    """Of draft tokens of two requests; slots behind what a token sees are not looked at."""
+    record, heads, counts = RECORDS[4], 8, [5, 6, 70, 71, 72]
+    rows = torch.tensor([2, 2, 1, 1, 1], device=DEVICE)
+    table = torch.stack([torch.randperm(SLOTS)[:100] for _ in range(3)]).int().to(DEVICE)
+    table[1, 72:], table[2, 6:] = SLOTS + 1000, -7
+    lens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    cache = native.pack_records(torch.randn(SLOTS, record.dim), record).to(DEVICE)[:, None]
+    q = torch.randn(len(counts), heads, record.dim, device=DEVICE).to(BF16)
+    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    tile = attention_tiles("sparse_attention", *(record.dim, record.rank), "fp4_e2m1", arch.features)[0]
+    chosen, wanted = Selection(table, lens, rows), torch.empty(len(counts), heads, record.rank, device=DEVICE)
+    native_sparse_ops.attend_selected(q, [(cache, chosen)], wanted, scale=0.05, record=record)
+    for num_sms in (1, 40):
+        out = torch.empty_like(wanted)
+        options = {"scale": 0.05, "tile": tile, "num_sms": num_sms}
+        sparse_attention_fwd(q, [(cache, chosen)], out, **options, record=record)
+        assert relative_error(out, wanted) < 2e-3
+    with pytest.raises(ValueError, match="with records alone"):
+        sparse_attention_fwd(q, [(cache.view(BF16), chosen)], out, **options)
+
+
+@interpreter.kernel_test
+def test_gathered_latents() -> None:
+    record = RECORDS[4]
+    entries = latents(50, record).to(DEVICE)
+    cache = native.pack_records(entries, record, 0.3)[:, None]
+    slots = torch.randperm(50, device=DEVICE)[:37]
+    k = torch.zeros(37, 20, 128 + record.rope, dtype=BF16, device=DEVICE)
+    got = gather_records(cache, slots, k, record, 0.3)
+    want = native.unpack_records(cache[slots, 0], record, 0.3).to(BF16)
+    assert torch.equal(got, want[:, : record.rank])
+    assert torch.equal(k[..., 128:], want[:, None, record.rank :].expand(-1, 20, -1)) and not k[..., :128].any()
 
 
 @interpreter.kernel_test

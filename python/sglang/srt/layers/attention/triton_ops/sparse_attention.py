@@ -158,6 +158,8 @@ def sparse_attention_fwd(
     packed = record is None and caches[0].dtype == torch.uint8
     if packed and len(caches) > 1:
         raise ValueError("packed latents are read from one cache, not from two")
+    if record is None and any(selection.rows is not None for _, selection in sources):
+        raise ValueError("slots in rows of a table are read with records alone")
     if not packed and record is None and any(cache.dtype != q.dtype for cache in caches):
         raise TypeError(f"caches are {[cache.dtype for cache in caches]}: neither packed (uint8) nor {q.dtype}")
     tiles = sum(triton.cdiv(selection.slots.shape[1], tile["BLOCK_N"]) for _, selection in sources)
@@ -270,12 +272,14 @@ def _launch_records(
     selection, more = sources[0][1], sources[-1][1]
     lse, sinks, flags = shares.outputs(sinks, lse)
     record_attention_kernel[(num_tokens * shares.count * shares.head_tiles,)](
-        q, out, lse, sinks, *views[0], selection.slots, selection.counts, *views[-1], more.slots, more.counts,
+        q, out, lse, sinks, *views[0], selection.slots, selection.counts,
+        selection.counts if selection.rows is None else selection.rows, *views[-1], more.slots, more.counts,
         shares.part_o, shares.part_lse, num_heads, shares.head_tiles, shares.count, scale * LOG2E, float(record_scale),
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), selection.slots.stride(0), more.slots.stride(0),
         RANK=record.rank, ROPE=record.rope, ROPE_AT=record.rope_at, ROPE_VALUES=out.shape[2] > record.rank,
-        **record_constants(record), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"], HAS_MORE=len(sources) > 1,
-        num_warps=tile["num_warps"], num_stages=tile["num_stages"], **flags, **pdl.options(),
+        **record_constants(record), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        HAS_ROWS=selection.rows is not None, HAS_MORE=len(sources) > 1, num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"], **flags, **pdl.options(),
     )  # fmt: skip
 
 

@@ -63,20 +63,21 @@ def _store(
 
 @triton.jit(
     do_not_specialize=["num_heads", "num_head_tiles", "num_splits", "stride_slots", "stride_more_slots"],
-    do_not_specialize_on_alignment=["counts_ptr", "more_counts_ptr"],
+    do_not_specialize_on_alignment=["counts_ptr", "more_counts_ptr", "rows_ptr"],
 )
 def record_attention_kernel(
-    q_ptr, o_ptr, lse_ptr, sinks_ptr, numbers_ptr, rope_ptr, scales_ptr, slots_ptr, counts_ptr, more_numbers_ptr,
-    more_rope_ptr, more_scales_ptr, more_slots_ptr, more_counts_ptr, part_o_ptr, part_lse_ptr, num_heads,
-    num_head_tiles, num_splits, scale, outer, stride_qt, stride_qh, stride_ot, stride_oh, stride_slots,
+    q_ptr, o_ptr, lse_ptr, sinks_ptr, numbers_ptr, rope_ptr, scales_ptr, slots_ptr, counts_ptr, rows_ptr,
+    more_numbers_ptr, more_rope_ptr, more_scales_ptr, more_slots_ptr, more_counts_ptr, part_o_ptr, part_lse_ptr,
+    num_heads, num_head_tiles, num_splits, scale, outer, stride_qt, stride_qh, stride_ot, stride_oh, stride_slots,
     stride_more_slots, RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr, ROPE_VALUES: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, SCALES_AT: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MORE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MORE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, RANK + ROPE], records [S, SIZE] (numbers as int16 or uint8, rotary columns as bfloat16, scales as uint8)
     whose numbers are real values divided by `outer` -> o [T, H, RANK, or RANK + ROPE if ROPE_VALUES] and the rest as
-    `sparse_attention_kernel`. Grid: (T * splits * head tiles,)."""
+    `sparse_attention_kernel`. HAS_ROWS: the first cache's slots are rows rows[T] of a table. Grid: (T * splits * head
+    tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     split = pid // num_head_tiles % num_splits
@@ -105,9 +106,12 @@ def record_attention_kernel(
     row_max = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_H], dtype=tl.float32)
     begin, end = share_of(counts_ptr, token, split, num_splits, BLOCK_N)
+    row = token.to(tl.int64)
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + token).to(tl.int64)
     acc0, acc1, acc_pe, row_max, row_sum = _attend(
         acc0, acc1, acc_pe, row_max, row_sum, q0, q1, q_pe, numbers_ptr, rope_ptr, scales_ptr,
-        slots_ptr + token.to(tl.int64) * stride_slots, begin, end, scale, stretch, ROPE, ROPE_AT, ROPE_VALUES, BITS,
+        slots_ptr + row * stride_slots, begin, end, scale, stretch, ROPE, ROPE_AT, ROPE_VALUES, BITS,
         GROUPS, GROUP_BLOCK, SCALES_AT, SIZE, BLOCK_N,
     )  # fmt: skip
     if HAS_MORE:
