@@ -83,6 +83,7 @@ class Fake:
     )
     host_copies: list[dict[str, Any]] = field(default_factory=lambda: [{"gpu": i, "rate": 54e9} for i in range(4)])
     memory_rate: float = 400e9
+    cores: int = 64
     hangs_at: tuple[int | str, int] | None = None
     torch_error: str = ""
     ptxas_archs: str = "sm_90 sm_120 sm_120a sm_121a"
@@ -132,7 +133,7 @@ class Fake:
         copies = [("host_copy", ("main memory", row["gpu"]), row) for row in self.host_copies if self.torch["devices"]]
         copies += [("copy", pair, row) for pair, row in self.copies.items()]
         if "--copies" in words:
-            lines.append({"memory_rate": self.memory_rate})
+            lines.append({"memory_rate": self.memory_rate, "cores": self.cores})
         for kind, pair, row in copies if "--copies" in words else ():
             lines.append({"copying": pair})
             if pair == self.hangs_at:
@@ -319,6 +320,15 @@ def test_nothing_is_found_on_a_healthy_machine(fake: Fake) -> None:
     assert "found no problem" in text
     assert "Main memory: 1024 GiB, 1000 free, of which 1000 may be page-locked for experts and prefixes" in text
     assert "to a GPU: 54.0 to 54.0 GB/s, so experts there cost 21 ms a GB; inside main memory 400 GB/s" in text
+    assert "CPUs compute no experts unless --kt-cpuinfer asks: main memory is not much faster than the buses" in text
+
+
+def test_cpus_compute_experts_where_main_memory_is_much_faster_than_the_buses(fake: Fake) -> None:
+    fake.memory_rate = 1200e9
+    text = to_text(read_machine(fake.sources()), [])
+    assert "CPUs: with experts there, 56 threads on 64 cores compute some that steps lack" in text
+    fake.cores = 0
+    assert "unless --kt-cpuinfer asks: there are no kernels for them" in to_text(read_machine(fake.sources()), [])
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -11,7 +11,8 @@ from typing import Any
 from sglang.doctor.checks import CHECKS, ERROR, Finding, examine
 from sglang.doctor.facts import Machine
 from sglang.doctor.reading import Sources, read_machine
-from sglang.srt.plan.expert_slot_plan import FETCHED
+from sglang.srt.plan.cpu_experts import threads_by_default
+from sglang.srt.plan.expert_slot_plan import FETCHED, MainMemory
 
 GIB = 1024**3
 
@@ -92,4 +93,14 @@ def _main_memory(machine: Machine) -> list[str]:
             f"Main memory to a GPU: {slowest:.1f} to {fastest:.1f} GB/s, so experts there cost"
             f" {1e3 / (FETCHED * slowest):.0f} ms a GB; inside main memory {inside:.0f} GB/s"
         )
+        lines.append(_cpus(machine, min(rates), len(rates)))
     return lines
+
+
+def _cpus(machine: Machine, slowest: float, gpus: int) -> str:
+    """Says whether CPUs compute experts in main memory. slowest: bytes a second of the slowest copy to a GPU."""
+    memory = MainMemory(rate=machine.memory_rate or 0.0, cores=machine.cores)
+    if threads := machine.cores and threads_by_default(FETCHED * slowest, memory, gpus) * gpus:
+        return f"CPUs: with experts there, {threads} threads on {machine.cores} cores compute some that steps lack"
+    why = "main memory is not much faster than the buses" if machine.cores else "there are no kernels for them"
+    return f"CPUs compute no experts unless --kt-cpuinfer asks: {why}"

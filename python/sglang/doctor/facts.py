@@ -99,7 +99,8 @@ class Machine:
     copies: tuple[Copy, ...] = ()
     copy_problem: str = ""  # copies that did not come to an end
     host_copies: tuple[HostCopy, ...] = ()
-    memory_rate: float | None = None  # bytes a second that copies inside main memory read
+    memory_rate: float | None = None  # bytes a second that the CPUs read of main memory together
+    cores: int = 0  # physical cores that could compute experts
     memory: MainMemory | None = None
     numa_nodes: tuple[int, ...] = ()
     allowed_nodes: tuple[int, ...] | None = None  # nodes with CPUs on which this process may run

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sglang.doctor.facts import Copy, Gpu, HostCopy, Machine, MainMemory, Torch
 from sglang.srt.environ import envs
@@ -108,6 +109,7 @@ def read_machine(sources: Sources, with_copies: bool = True) -> Machine:
         copy_problem=probe.copy_problem,
         host_copies=probe.host_copies,
         memory_rate=probe.memory_rate,
+        cores=probe.cores,
         memory=read_memory(sources.root),
         numa_nodes=_numbers(_text(sources.root / "sys/devices/system/node/online")),
         allowed_nodes=_allowed_nodes(sources.root),
@@ -278,6 +280,7 @@ class _Probe:
     copy_problem: str = ""
     host_copies: tuple[HostCopy, ...] = ()
     memory_rate: float | None = None
+    cores: int = 0
 
 
 def _read_torch(sources: Sources, with_copies: bool) -> _Probe:
@@ -289,11 +292,13 @@ def _read_torch(sources: Sources, with_copies: bool) -> _Probe:
     torch = next(
         (Torch(**row["torch"] | {"archs": tuple(row["torch"]["archs"])}) for row in rows if "torch" in row), None
     )
+    memory: dict[str, Any] = next((row for row in rows if "memory_rate" in row), {})
     probe = _Probe(
         torch,
         copies=tuple(Copy(**row["copy"]) for row in rows if "copy" in row),
         host_copies=tuple(HostCopy(**row["host_copy"]) for row in rows if "host_copy" in row),
-        memory_rate=next((row["memory_rate"] for row in rows if "memory_rate" in row), None),
+        memory_rate=memory.get("memory_rate"),
+        cores=memory.get("cores", 0),
     )
     if not status:
         return probe

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.plan.expert_slot_plan import MainMemory
+from sglang.srt.plan.expert_slot_plan import CHANNEL_RATE, MainMemory
 from sglang.srt.plan.host_cache import BUS_RATE, COPIED, GIB, HostCachePlan
 
 UNBOUNDED = 1 << 60
@@ -25,7 +25,7 @@ class Machine:
     @property
     def main_memory(self) -> MainMemory:
         """What experts may take of it."""
-        return MainMemory(self.host_bytes, self.channels)
+        return MainMemory(self.host_bytes, self.channels * CHANNEL_RATE)
 
 
 UNKNOWN = Machine()

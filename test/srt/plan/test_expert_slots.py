@@ -13,7 +13,10 @@ from sglang.srt.configs.speculative import AdaptiveSettings
 from sglang.srt.drafts.depth import AdaptiveDepth, with_expert_copies
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, lockable_bytes
-from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan, MainMemory, bus_rate, hit_share
+from sglang.srt.managers.scheduler import scheduler_setup
+from sglang.srt.managers.scheduler.replicas import ONE_REPLICA
+from sglang.srt.plan.cpu_experts import SPARE_CORES
+from sglang.srt.plan.expert_slot_plan import CHANNEL_RATE, ExpertSlotPlan, MainMemory, bus_rate, hit_share
 from sglang.srt.plan.expert_slots import RESERVED_TOKENS
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
@@ -30,7 +33,13 @@ def folder(name: str) -> str:
 
 
 def plan(
-    name: str = MODEL, gpu: str = "rtx-5090", main: int | None = 256, free: float = 0, channels: int = 0, **flags: Any
+    name: str = MODEL,
+    gpu: str = "rtx-5090",
+    main: int | None = 256,
+    free: float = 0,
+    channels: float = 0,
+    cores: int = 0,
+    **flags: Any,
 ) -> Plan:
     args = ServerArgs(model_path=folder(name), **flags)
     arch = arch_by_name(gpu)
@@ -38,7 +47,7 @@ def plan(
     host = None if main is None else main * GIB
     return make_plan(
         args, ModelConfig.from_server_args(args), arch, bytes_free, frozenset({"triton"}), host_bytes=host,
-        advises=False, main_memory=MainMemory(host, channels),
+        advises=False, main_memory=MainMemory(host, channels * CHANNEL_RATE, cores),
     )  # fmt: skip
 
 
@@ -112,6 +121,19 @@ def test_a_rank_has_its_share_and_the_machine_all() -> None:
     assert half.slots > 2 * whole.slots
 
 
+def test_replicas_share_a_bank() -> None:
+    """A machine with room for one and a half banks holds two replicas, whose prefixes get what one bank leaves."""
+    two = plan(main=180, dp_size=2).expert_slots
+    assert two is not None and (two.processes, two.banks) == (2, 1)
+    assert f"{two.host_bytes / GIB:.2f} GiB, which 2 replicas share, " in str(two)
+    four = plan(main=180, dp_size=2, tp_size=2).expert_slots
+    assert four is not None and (four.processes, four.banks) == (4, 2)
+    assert "GiB for each of 2 ranks, which 2 replicas share, " in str(four)
+    assert "of main memory, and" in refusal(main=180, dp_size=2, use_ray=True, enable_paged_experts=True)
+    tier = {"enable_hierarchical_cache": True, "hicache_ratio": 1.0}
+    assert plan(main=180, dp_size=2, **tier).host_cache is not None
+
+
 def test_prefixes_get_what_experts_leave_of_main_memory() -> None:
     args = {"enable_hierarchical_cache": True, "hicache_ratio": 64.0}
     assert "are free" in refusal(main=140, **args)
@@ -125,12 +147,28 @@ def test_buffers_hold_all_other_experts_where_that_takes_little() -> None:
     assert small.slots + small.buffered > 8 * 8, "eight requests need no waves"
 
 
+@pytest.mark.parametrize(("name", "free"), [(MODEL, 16), ("MiniMax-M2.7-NVFP4", 14), ("Qwen3-30B-A3B", 8)])
+def test_slots_leave_chunks_as_long_as_they_are_with_the_fewest(name: str, free: float) -> None:
+    """A prompt costs all bytes once a chunk, and a slot saves few of them."""
+    made = plan(name, free=free)
+    fewest = plan(name, free=free, enable_paged_experts=True, paged_experts_num_resident=8)
+    assert made.chunked_prefill_size == fewest.chunked_prefill_size
+    assert made.expert_slots is not None and made.expert_slots.chunk == made.chunked_prefill_size
+
+
+def test_buffers_shrink_where_chunks_then_grow() -> None:
+    made = plan("MiniMax-M2.7-NVFP4", free=15)
+    slots, asked = made.expert_slots, plan("MiniMax-M2.7-NVFP4", free=15, chunked_prefill_size=2048).expert_slots
+    assert slots is not None and asked is not None
+    assert slots.chunk > 2048 and slots.buffered < asked.buffered
+
+
 def test_predictions() -> None:
     assert hit_share(0) == 0 and hit_share(1) == 1
     assert hit_share(0.36) == pytest.approx(0.62) and hit_share(0.455) == pytest.approx(0.67)
     arch = arch_by_name("rtx-5090")
     assert bus_rate(arch, MainMemory(), 1) == 55e9
-    assert bus_rate(arch, MainMemory(channels=2), 2) == 38e9
+    assert bus_rate(arch, MainMemory(rate=2 * CHANNEL_RATE), 2) == 38e9
     assert bus_rate(arch_by_name("rtx-3090"), MainMemory(), 1) == 25e9
 
 
@@ -165,28 +203,77 @@ def test_windows_locks_half_of_its_memory(tmp_path: Path) -> None:
     assert lockable_bytes(30 * 1024, tmp_path) == 30 * 1024
 
 
-def test_cpus_compute_experts_where_a_flag_asks_and_are_advised_where_memory_has_the_channels() -> None:
-    def slots_of(channels: int, **flags: Any) -> ExpertSlotPlan:
-        found = plan(channels=channels, **flags).expert_slots
-        assert found is not None
-        return found
+def slots_of(**asked: Any) -> ExpertSlotPlan:
+    found = plan(**asked).expert_slots
+    assert found is not None
+    return found
 
-    for channels in (0, 2):
-        assert slots_of(channels).advised_cpus is None, "unknown, and no more than the bus takes"
-    eight = slots_of(8)
-    advice = eight.advised_cpus
-    assert advice is not None and eight.cpu_threads == 0
-    assert eight.decode_one / advice.decode_one > 1.5 and eight.decode_eight / advice.decode_eight > 1.5
-    assert f"--kt-cpuinfer {advice.threads} lets CPUs" in str(eight)
-    asked = slots_of(8, kt_cpuinfer=advice.threads)
-    assert asked.advised_cpus is None and asked.cpu_threads == advice.threads
-    assert asked.decode_one == pytest.approx(advice.decode_one) and asked.prompt == eight.prompt
-    assert slots_of(8, kt_cpuinfer=0).decode_one == eight.decode_one
-    assert f"predicted with {advice.threads} threads of CPUs " in str(asked)
-    assert slots_of(8, kt_cpuinfer=16, tp_size=2).cpu_threads == 8
+
+def test_cpus_compute_experts_by_default_where_memory_has_the_bandwidth() -> None:
+    for channels in (0, 2, 4):
+        assert slots_of(channels=channels).cpu_threads == 0, "unknown, and not clearly more than the bus takes"
+    eight, without = slots_of(channels=8), slots_of(channels=8, kt_cpuinfer=0)
+    assert without.cpu_threads == 0 and 30 < eight.cpu_threads < 60, "a flag pins it"
+    assert without.decode_one / eight.decode_one > 1.5 and without.decode_eight / eight.decode_eight > 1.5
+    assert (eight.slots, eight.prompt) == (without.slots, without.prompt)
+    assert f"predicted with {eight.cpu_threads} threads of CPUs " in str(eight)
+    assert slots_of(channels=8, kt_cpuinfer=eight.cpu_threads) == eight
+    assert slots_of(channels=8, kt_cpuinfer=16, tp_size=2).cpu_threads == 8
     assert ExpertSlotPlan.from_json(eight.describe()) == eight
-    assert plan(kt_cpuinfer=8).choices["cpu_experts"].name == "triton"
+    assert plan(channels=8).choices["cpu_experts"].name == "triton"
     assert "cpu_experts" not in plan().choices
+
+
+def test_cores_limit_threads_and_ranks_share_them() -> None:
+    assert slots_of(channels=8, cores=16).cpu_threads == 16 - SPARE_CORES
+    assert slots_of(channels=8, cores=2).cpu_threads == 0
+    assert slots_of(channels=12, cores=400).cpu_threads == slots_of(channels=12).cpu_threads
+    assert slots_of(channels=24, cores=48, tp_size=2).cpu_threads == 24 - SPARE_CORES
+
+
+def test_cpus_rest_where_slots_hold_nearly_everything() -> None:
+    """Asking costs each layer more than hardly any copies."""
+    few = {"name": "Qwen3-30B-A3B", "gpu": "rtx-pro-6000", "channels": 8}
+    assert slots_of(**few, paged_experts_num_resident=20).cpu_threads > 0
+    assert slots_of(**few, paged_experts_num_resident=127).cpu_threads == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "threads"),
+    [((320e9, 64), None, True), ((60e9, 64), None, False), ((0, 0), None, False), ((320e9, 64), 0, False)],
+    ids=["bandwidth", "none to spare", "no kernels", "off"],
+)
+def test_a_server_measures_main_memory_and_the_slowest_rank_decides(
+    found: tuple[float, int], asked: int | None, threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def rates(gpu: int) -> tuple[int, int]:
+        measured.append(gpu)
+        return int(found[0]), found[1]
+
+    def make(memory: MainMemory) -> Plan:
+        flags = {} if asked is None else {"kt_cpuinfer": asked}
+        return plan(channels=memory.rate / CHANNEL_RATE, cores=memory.cores, **flags)
+
+    monkeypatch.setattr(scheduler_setup, "rate_for_experts", rates)
+    args = ServerArgs(model_path=folder(MODEL), kt_cpuinfer=asked)
+    slots = scheduler_setup._with_measured_cpus(ONE_REPLICA, args, 3, MainMemory(256 * GIB), make).expert_slots
+    assert slots is not None and (slots.cpu_threads > 0) == threads
+    assert measured == ([3] if asked is None else []), "nothing is measured where a flag decides"
+
+
+def test_nothing_is_measured_for_models_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_setup, "rate_for_experts", None)
+    args = ServerArgs(model_path=folder("Qwen3-30B-A3B"))
+    made = scheduler_setup._with_measured_cpus(
+        ONE_REPLICA, args, 0, MainMemory(), lambda memory: plan("Qwen3-30B-A3B", "rtx-pro-6000")
+    )
+    assert made.expert_slots is None
+
+
+def test_experts_without_a_kernel_stay_the_gpus_without_a_flag() -> None:
+    assert slots_of(channels=8, dtype="float16").cpu_threads == 0
 
 
 def test_threads_without_experts_in_main_memory_are_noted() -> None:

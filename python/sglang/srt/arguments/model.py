@@ -96,8 +96,9 @@ class ModelArgs:
     kt_cpuinfer: int | None = option(
         None,
         MEMORY,
-        "Threads of a machine's CPUs that compute some of the experts in main memory which decode steps lack. None or"
-        " 0: the GPU copies and computes all of them.",
+        "Threads of a machine's CPUs that compute some of the experts in main memory which decode steps lack. None:"
+        " as many as pay, where main memory delivers several times what the bus takes. 0: the GPU computes all of them,"
+        " so that answers do not depend on where experts lie.",
         minimum=0,
     )
     ple_offload_embedding: bool = option(

@@ -13,6 +13,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
+_before_binding: frozenset[int] | None = None
+"""CPUs that this process might use until it was kept on those of one node."""
 
 
 def node_of(pci_address: str, sysfs: Path = SYSFS) -> int | None:
@@ -22,8 +24,13 @@ def node_of(pci_address: str, sysfs: Path = SYSFS) -> int | None:
         node = int((sysfs / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    nodes = list((sysfs / "devices/system/node").glob("node[0-9]*"))
-    return node if node >= 0 and len(nodes) > 1 else None
+    return node if node >= 0 and len(all_nodes(sysfs)) > 1 else None
+
+
+def all_nodes(sysfs: Path = SYSFS) -> list[int]:
+    """Returns the numbers of the machine's NUMA nodes."""
+    folders = (sysfs / "devices/system/node").glob("node[0-9]*")
+    return sorted(int(folder.name.removeprefix("node")) for folder in folders)
 
 
 def cpus_of(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
@@ -44,6 +51,11 @@ def free_bytes_of(node: int, sysfs: Path = SYSFS) -> int | None:
         return None
 
 
+def usable_cpus() -> frozenset[int]:
+    """Returns the CPUs on which threads of this process may be placed, those of other nodes included."""
+    return frozenset(os.sched_getaffinity(0)) if _before_binding is None else _before_binding
+
+
 def parse_cpu_list(text: str) -> frozenset[int]:
     """Returns the numbers of a CPU list: "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
     cpus: set[int] = set()
@@ -57,6 +69,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 def bind_to_numa_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
     """Keeps this process, and the threads and processes that it starts from now on, on the CPUs of the device's node.
     Returns the node; None where nothing changes: there is one node only, or the process may use none of its CPUs."""
+    global _before_binding
     node = node_of(pci_address, sysfs)
     if node is None:
         return None
@@ -71,6 +84,7 @@ def bind_to_numa_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
         )
         return None
     if near != allowed:
+        _before_binding = frozenset(allowed)
         os.sched_setaffinity(0, near)
         logger.info("On the %d CPUs of NUMA node %d, where the GPU at %s lies", len(near), node, pci_address)
     return node

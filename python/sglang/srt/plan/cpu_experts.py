@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.plan.equal_layers import interned
-from sglang.srt.plan.expert_slot_plan import CHANNEL_RATE, FETCHED, MainMemory
+from sglang.srt.plan.expert_slot_plan import FETCHED, ExpertSlotPlan, MainMemory
 from sglang.srt.plan.model_description import ModelDescription
 
 FLAG = "--kt-cpuinfer"
@@ -25,7 +25,12 @@ READ_SHARE, BOTH_SHARE = 0.7, 0.85
 LAYER_S = 40e-6
 """Seconds by which a layer takes longer."""
 WORTH = 2.0
-"""CPUs are advised where they compute so many times the bytes that copies take."""
+"""Main memory has the bandwidth where it delivers so many times the bytes that copies take, besides them."""
+SPARE_CORES = 2
+"""Physical cores of each rank that compute no experts without a flag: the server and its libraries need them."""
+GAIN = 0.9
+"""CPUs compute without a flag where a step of eight requests takes at most this part of its time, and one of a request
+no longer."""
 ELEMENTS = {"e4m3": (0, 128), "e2m1": (16, 32), "int4": (32, 64, 128)}
 """Elements of weights that CPUs have kernels for, and columns that may share a scale; 0: all of a row."""
 
@@ -47,12 +52,15 @@ def why_not_on_cpus(scheme: Scheme | None, dtype: str) -> str:
     return ""
 
 
+def why_not_this_model(model: ModelDescription, dtype: str) -> str:
+    """Returns why CPUs cannot compute the model's experts; "" if they can, or if it has none."""
+    quant = model.expert_quant
+    return "" if model.experts is None else why_not_on_cpus(quant.format if quant else None, dtype)
+
+
 def check_experts(model: ModelDescription, dtype: str) -> None:
     """Raises UserError for experts that CPUs have no kernel for."""
-    if model.experts is None:
-        return
-    quant = model.expert_quant
-    if problem := why_not_on_cpus(quant.format if quant else None, dtype):
+    if problem := why_not_this_model(model, dtype):
         advice = f"Add --dtype {DTYPE}, or remove the flag" if dtype != DTYPE else "Remove the flag, or pass 0"
         raise UserError(f"{FLAG}: {problem}. {advice}.")
 
@@ -76,18 +84,27 @@ def threads_of_rank(asked: int | None, processes: int) -> int:
 def with_threads(rate: float, threads: int, main_memory: MainMemory, processes: int) -> CpuRate:
     """Predicts the rate with so many threads of each rank beside copies of `rate` bytes a second."""
     computed = threads * THREAD_RATE
-    if main_memory.channels:
-        share = main_memory.channels * CHANNEL_RATE / processes
+    if main_memory.rate:
+        share = main_memory.rate / processes
         computed = min(computed, READ_SHARE * share)
         return CpuRate(threads, max(rate, min(rate + computed, BOTH_SHARE * share)))
     return CpuRate(threads, rate + computed)
 
 
-def advised(rate: float, main_memory: MainMemory, processes: int) -> CpuRate | None:
-    """Returns the threads of each rank that are worth asking for where the channels of main memory are known; None: no
-    threads are. `rate`: bytes a second of copies."""
-    share = main_memory.channels * CHANNEL_RATE / processes
+def threads_by_default(rate: float, main_memory: MainMemory, processes: int) -> int:
+    """Returns the threads of each rank that compute experts where no flag says how many, beside copies of `rate` bytes
+    a second: those that use up main memory, or all that there are cores for. 0 where main memory's rate is not known,
+    or not clearly above that of the bus."""
+    share = main_memory.rate / processes
     room = min(READ_SHARE * share, BOTH_SHARE * share - rate)
     if room < WORTH * rate / FETCHED:
-        return None
-    return with_threads(rate, -int(-room // THREAD_RATE), main_memory, processes)
+        return 0
+    threads = min(-int(-room // THREAD_RATE), MAX_THREADS)
+    return min(threads, max(0, main_memory.cores // processes - SPARE_CORES)) if main_memory.cores else threads
+
+
+def pays(with_cpus: ExpertSlotPlan, without: ExpertSlotPlan) -> bool:
+    """Returns whether CPUs that no flag asks for are worth their launches: where slots hold nearly all experts that
+    steps need, they are not."""
+    one, eight = with_cpus.decode_one <= without.decode_one, with_cpus.decode_eight <= GAIN * without.decode_eight
+    return one and eight

@@ -38,8 +38,8 @@ SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(
 """Default sizes for when the weights leave little memory, as with a model that just fits."""
 BESIDE_SLOTS = (DefaultSizes(8192, 64, 64), DefaultSizes(4096, 64, 64), DefaultSizes(2048, 32, 32), *SMALLER[1:])
 """Default sizes where experts lie in main memory: the longest chunks whose steps leave slots their room."""
-ROOM_OF_STEPS = 6
-"""Steps get at most a sixth of the memory besides the weights that are always there."""
+ROOM_OF_STEPS = 4
+"""Steps get at most a quarter of the memory besides the weights that are always there."""
 CACHE_SHARE = 0.5
 """Share of the memory besides the weights that the caches should get; otherwise smaller sizes are tried."""
 

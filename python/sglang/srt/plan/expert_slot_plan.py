@@ -40,29 +40,15 @@ class SlotCounts:
 @dataclass(frozen=True, slots=True)
 class MainMemory:
     """Main memory for experts. `free`: bytes on the machine that can be page-locked; None: unknown, and experts stay
-    on the GPU unless a flag asks. `channels`: of DDR5; 0: enough for the bus of every GPU."""
+    on the GPU unless a flag asks. `rate`: bytes a second that all CPUs together read; 0: unknown, and enough for the
+    bus of every GPU. `cores`: physical cores that may compute; 0: as many as are wanted."""
 
     free: int | None = None
-    channels: int = 0
+    rate: float = 0.0
+    cores: int = 0
 
 
 UNKNOWN = MainMemory()
-
-
-@dataclass(frozen=True, slots=True)
-class AdvisedCpus:
-    """Threads of a machine that are worth asking for (`plan/cpu_experts`), and the predicted seconds of a step of one
-    and of eight requests with them."""
-
-    threads: int
-    decode_one: float
-    decode_eight: float
-
-    def __str__(self) -> str:
-        return (
-            f"--kt-cpuinfer {self.threads} lets CPUs compute missing experts: predicted {1 / self.decode_one:.0f} and"
-            f" {8 / self.decode_eight:.0f} tokens/s"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +62,9 @@ class ExpertSlotPlan:
     """Experts in each of the buffers."""
     host_bytes: int
     processes: int
-    """Ranks of this machine, each with such a bank."""
+    """Ranks of this machine."""
+    banks: int
+    """Banks in its main memory: replicas share those of their ranks."""
     decode_one: float
     decode_eight: float
     prompt: float
@@ -88,7 +76,6 @@ class ExpertSlotPlan:
     """Bytes a second that copies of experts reach."""
     cpu_threads: int = 0
     """Threads of the rank that compute some of the experts which a step lacks."""
-    advised_cpus: AdvisedCpus | None = None
 
     def used_bytes(self, tokens: int) -> float:
         """Predicts the bytes of the distinct experts that so many tokens of a step choose, each for itself."""
@@ -115,18 +102,17 @@ class ExpertSlotPlan:
     @classmethod
     def from_json(cls, described: dict[str, Any]) -> ExpertSlotPlan:
         """Returns the plan that `describe` described."""
-        cpus = described["advised_cpus"]
-        return cls(**described | {"advised_cpus": None if cpus is None else AdvisedCpus(**cpus)})
+        return cls(**described)
 
     def __str__(self) -> str:
-        ranks = f" for each of {self.processes} ranks" if self.processes > 1 else ""
+        ranks = f" for each of {self.banks} ranks" if self.banks > 1 else ""
+        ranks += f", which {self.processes // self.banks} replicas share" if self.processes > self.banks else ""
         cpus = f" with {self.cpu_threads} threads of CPUs" if self.cpu_threads else ""
-        advice = "" if self.advised_cpus is None else f"; {self.advised_cpus}"
         return (
             f"experts of {self.layers} layers in main memory: {self.host_bytes / GIB:.2f} GiB{ranks}, {self.slots} of"
             f" {self.experts} in GPU memory at a time; predicted{cpus} {1 / self.decode_one:.0f} tokens/s for one"
             f" request, {8 / self.decode_eight:.0f} for eight, {self.prompt:.1f} s for a prompt of {self.chunk:,}"
-            f" tokens{advice}"
+            " tokens"
         )
 
 
@@ -141,4 +127,4 @@ def hit_share(slots: float) -> float:
 def bus_rate(arch: ArchTraits, main_memory: MainMemory, processes: int) -> float:
     """Returns the predicted bytes a second from main memory to a GPU, while all GPUs of the machine read."""
     bus = PCIE5 if arch.capability is None or arch.capability[0] >= 9 else PCIE4
-    return min(bus, main_memory.channels * CHANNEL_RATE / processes) if main_memory.channels else bus
+    return min(bus, main_memory.rate / processes) if main_memory.rate else bus

@@ -6,6 +6,7 @@ are in use, of every layer as many, and two buffers for the others, which layers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
@@ -14,7 +15,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.cpu_experts import LAYER_S as CPU_LAYER_S
-from sglang.srt.plan.cpu_experts import CpuRate, advised, threads_of_rank, with_threads
+from sglang.srt.plan.cpu_experts import with_threads
+from sglang.srt.plan.defaults import BESIDE_SLOTS
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import (
     BUFFERS,
@@ -22,7 +24,6 @@ from sglang.srt.plan.expert_slot_plan import (
     LAYER_S,
     READ_RATE,
     STEP_S,
-    AdvisedCpus,
     ExpertSlotPlan,
     MainMemory,
     SlotCounts,
@@ -47,9 +48,11 @@ RESERVED_REQUESTS = 8
 """Requests that have room for their states, likewise."""
 ROOM_OF_CACHES = 4
 """Largest part of the memory besides everything but slots and caches that this reserve takes: a quarter."""
-ROOM_OF_BUFFERS = 4
-"""Largest part of the memory besides other weights that buffers take: a quarter. What they do not hold comes in waves,
-which cost launches and no bytes."""
+ROOM_OF_BUFFERS = (4, 8, 16)
+"""Parts of the memory besides other weights that buffers take: a quarter, or less where prompts then come in longer
+chunks. What buffers do not hold comes in waves, which cost launches and no bytes; every chunk costs all bytes again."""
+LONGEST_CHUNK = BESIDE_SLOTS[0].chunked_prefill_size
+"""Tokens of the longest chunk that is planned without a flag."""
 FEWEST_BUFFERED = 16
 """A buffer holds at least a sixteenth of a layer's experts."""
 
@@ -123,12 +126,13 @@ def plan_in_main_memory(planner: Planner) -> Trial:
         )
     _check_main_memory(planner.with_slots(SlotCounts(fewest, 1)))
     counts, trial, wanted = _smallest(planner, fewest, most)
-    slots = _largest(planner, counts, trial, wanted, most - 1) if asked is None else asked
+    chunk = trial.capacity.chunk
+    slots = _largest(planner, counts, trial, wanted, most - 1, chunk) if asked is None else asked
     chosen = planner.with_slots(replace(counts, slots=slots))
     try:
         trial = chosen.trial()
     except DoesNotFit:
-        largest = _largest(planner, counts, trial, 1, most - 1)
+        largest = _largest(planner, counts, trial, 1, most - 1, 0)
         raise UserError(
             f"--paged-experts-num-resident {asked}: slots for so many experts do not fit; the largest number that does"
             f" is {largest}"
@@ -143,9 +147,9 @@ def _smallest(planner: Planner, fewest: int, num_experts: int) -> tuple[SlotCoun
     of_expert = max(1, two - one)  # in each of the buffers
     others = num_experts - fewest
     room = planner.available - one + of_expert
-    buffered = max(room // ROOM_OF_BUFFERS // of_expert, -(-others // FEWEST_BUFFERED))
-    counts = SlotCounts(fewest, min(others, buffered))
-    trial = planner.with_slots(counts).trial()
+    least = min(others, -(-others // FEWEST_BUFFERED))
+    sizes = sorted({min(others, max(least, room // part // of_expert)) for part in ROOM_OF_BUFFERS}, reverse=True)
+    counts, trial = _longest_chunk(planner, [SlotCounts(fewest, buffered) for buffered in sizes])
     capacity = trial.capacity
     tokens, memory = capacity.max_total_num_tokens, capacity.memory
     if asked := planner.args.max_total_tokens or planner.args.context_length:
@@ -154,15 +158,37 @@ def _smallest(planner: Planner, fewest: int, num_experts: int) -> tuple[SlotCoun
     return counts, trial, min(tokens, capacity.sizes.context_len, RESERVED_TOKENS, max(1, int(tokens * share)))
 
 
+def _longest_chunk(planner: Planner, choices: Sequence[SlotCounts]) -> tuple[SlotCounts, Trial]:
+    """Returns the first of the counts with the longest chunk that the caches hold, and the plan with them. Raises
+    DoesNotFit."""
+    best: tuple[int, SlotCounts, Trial] | None = None
+    refusal: DoesNotFit | None = None
+    for counts in choices:
+        try:
+            trial = planner.with_slots(counts).trial()
+        except DoesNotFit as error:
+            refusal = error
+            continue
+        chunk = min(trial.capacity.chunk, trial.capacity.max_total_num_tokens)
+        if best is None or chunk > best[0]:
+            best = chunk, counts, trial
+        if planner.args.chunked_prefill_size or chunk >= LONGEST_CHUNK:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1:]
+
+
 def _unused(trial: Trial) -> int:
     """Returns the bytes that the plan leaves unused, as with --max-total-tokens."""
     memory: dict[str, int] = asdict(trial.capacity.memory)
     return max(0, 2 * memory["available"] - sum(memory.values()))
 
 
-def _largest(planner: Planner, counts: SlotCounts, smallest: Trial, wanted: int, most: int) -> int:
-    """Returns the largest number of slots, up to `most`, beside caches of `wanted` tokens. `smallest`: the plan with
-    the fewest."""
+def _largest(planner: Planner, counts: SlotCounts, smallest: Trial, wanted: int, most: int, chunk: int) -> int:
+    """Returns the largest number of slots, up to `most`, beside caches of `wanted` tokens and prompts in chunks of at
+    least `chunk`. `smallest`: the plan with the fewest."""
     memory, tokens = smallest.capacity.memory, smallest.capacity.max_total_num_tokens
     base = planner.with_slots(counts).weights()
     of_slot = max(1, planner.with_slots(replace(counts, slots=counts.slots + 1)).weights() - base)
@@ -175,7 +201,7 @@ def _largest(planner: Planner, counts: SlotCounts, smallest: Trial, wanted: int,
             trial = planner.with_slots(replace(counts, slots=number)).trial()
         except UserError:
             return False
-        enough = trial.capacity.sizes.max_running_requests >= requests
+        enough = trial.capacity.sizes.max_running_requests >= requests and trial.capacity.chunk >= chunk
         return enough and trial.capacity.max_total_num_tokens >= wanted
 
     while slots > counts.slots and not fits(slots):
@@ -191,7 +217,8 @@ def _check_main_memory(planner: Planner) -> None:
     if free is None:
         return
     model, parallel = planner.describe()
-    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel.ranks)
+    needed = _host_bytes(planner) * banks_of(planner.args, parallel.ranks)
+    needed += host_table_bytes(model, parallel) * processes_of(planner.args, parallel.ranks)
     usable = max(free - SYSTEM_RESERVE, free // 2)
     if needed > usable:
         raise DoesNotFit(
@@ -202,6 +229,11 @@ def _check_main_memory(planner: Planner) -> None:
 def processes_of(args: ServerArgs, ranks: RankLayout) -> int:
     """Returns the number of ranks on one machine."""
     return -(-ranks.world_size * args.dp_size // args.nnodes)
+
+
+def banks_of(args: ServerArgs, ranks: RankLayout) -> int:
+    """Returns the number of banks in the main memory of one machine: replicas share theirs, unless Ray places them."""
+    return processes_of(args if args.use_ray else replace(args, dp_size=1), ranks)
 
 
 def _host_bytes(planner: Planner) -> int:
@@ -235,28 +267,21 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     dense = memory.weights - total * share - BUFFERS * buffered * max(layers) / experts
     chosen = _fewest(model) / parallel.ranks.ep_size
 
+    banks = banks_of(planner.args, parallel.ranks)
     sizes = ExpertSlotPlan(
-        len(layers), experts, counts.slots, buffered, total, processes, 0.0, 0.0, 0.0,
+        len(layers), experts, counts.slots, buffered, total, processes, banks, 0.0, 0.0, 0.0,
         trial.capacity.sizes.tokens_per_step, chosen, rate,
     )  # fmt: skip
 
-    def decode(tokens: int, cpus: CpuRate | None) -> float:
+    threads = max(layer.ffn.experts.cpu_threads for layer in model.layers if layer.ffn.experts)
+    cpus = with_threads(rate, threads, planner.main_memory, processes) if threads else None
+    layer_s, missing_rate = (LAYER_S, rate) if cpus is None else (LAYER_S + CPU_LAYER_S, cpus.together)
+
+    def decode(tokens: int) -> float:
         missing = sizes.copied_bytes(tokens)
         hits = sizes.used_bytes(tokens) - missing
         read = (dense + hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
-        layer_s, missing_rate = (LAYER_S, rate) if cpus is None else (LAYER_S + CPU_LAYER_S, cpus.together)
         return len(layers) * layer_s + STEP_S + read + missing / missing_rate
 
-    threads = threads_of_rank(planner.args.kt_cpuinfer, processes)
-    asked = with_threads(rate, threads, planner.main_memory, processes) if threads else None
-    better = advised(rate, planner.main_memory, processes) if planner.args.kt_cpuinfer is None else None
-    return replace(
-        sizes,
-        decode_one=decode(1, asked),
-        decode_eight=decode(8, asked),
-        prompt=total * (1 - share) / rate,
-        cpu_threads=threads,
-        advised_cpus=None
-        if better is None
-        else AdvisedCpus(better.threads * processes, decode(1, better), decode(8, better)),
-    )
+    prompt = total * (1 - share) / rate
+    return replace(sizes, decode_one=decode(1), decode_eight=decode(8), prompt=prompt, cpu_threads=threads)

@@ -20,7 +20,14 @@ from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan.adapters import check_adapters, plan_adapters
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
-from sglang.srt.plan.cpu_experts import check_experts, threads_of_rank, with_cpus
+from sglang.srt.plan.cpu_experts import (
+    check_experts,
+    pays,
+    threads_by_default,
+    threads_of_rank,
+    why_not_this_model,
+    with_cpus,
+)
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
     asked_draft,
@@ -29,7 +36,7 @@ from sglang.srt.plan.draft_plan import (
     plan_draft,
 )
 from sglang.srt.plan.equal_layers import interned
-from sglang.srt.plan.expert_slot_plan import UNKNOWN, MainMemory, SlotCounts
+from sglang.srt.plan.expert_slot_plan import FETCHED, UNKNOWN, MainMemory, SlotCounts, bus_rate
 from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, processes_of, why_not, with_slots
 from sglang.srt.plan.host_tables import has_tables, with_embeddings, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
@@ -41,6 +48,7 @@ from sglang.srt.plan.memory import DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import check_pool, with_pages
 from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.served_model import describe_served
 from sglang.srt.plan.speculation import verify_needs
@@ -115,16 +123,27 @@ class ModelPlanner:
         if args.embed_in_main_memory and self.arch.device != "cpu":
             model = with_embeddings(model)
         model = with_slots(model, self.slots)
-        if args.kt_cpuinfer:
-            check_experts(model, self.model.dtype)
-            threads = threads_of_rank(args.kt_cpuinfer, processes_of(args, ranks))
-            if self.slots is not None:
-                model = with_cpus(model, threads)
+        threads = self._cpu_threads(model, ranks)
+        if threads and self.slots is not None:
+            model = with_cpus(model, threads)
         if self.served:
             model.require_served()
         check_layout(model, ranks)
         parallel = parallel_config_of(args, self.model.dtype, model)
         return model, with_pages(args, model, parallel) if self.served else parallel
+
+    def _cpu_threads(self, model: ModelDescription, ranks: RankLayout) -> int:
+        """Returns the threads of a rank that compute experts in main memory. Raises UserError where a flag asks for
+        what cannot be."""
+        asked, processes = self.args.kt_cpuinfer, processes_of(self.args, ranks)
+        if asked:
+            check_experts(model, self.model.dtype)
+            return threads_of_rank(asked, processes)
+        with_adapters = plan_adapters(self.args) is not None  # which CPUs do not add
+        if asked is not None or self.slots is None or with_adapters or why_not_this_model(model, self.model.dtype):
+            return 0
+        rate = FETCHED * bus_rate(self.arch, self.main_memory, processes)
+        return threads_by_default(rate, self.main_memory, processes)
 
     def draft(self, target: ModelDescription) -> DraftPlan | None:
         """Returns the plan of the draft, or None without one. Raises UserError for a draft that is not computed here or
@@ -147,17 +166,27 @@ class ModelPlanner:
         if self.slots is not None:
             return self._trial_with_tables()
         if self.args.enable_paged_experts or self.args.paged_experts_num_resident is not None:
-            return plan_in_main_memory(self)
+            return self._in_main_memory()
         try:
             return self._trial_with_tables()
         except DoesNotFit:
             if self.main_memory.free is None or not self.served or why_not(self):
                 raise
             try:
-                return plan_in_main_memory(self)
+                return self._in_main_memory()
             except UserError:
                 pass
             raise
+
+    def _in_main_memory(self) -> Trial:
+        """Plans the model with its experts in main memory. Unless a flag decides, CPUs compute some of them where that
+        pays. Raises UserError where no server would start."""
+        trial = plan_in_main_memory(self)
+        slots = trial.expert_slots
+        if self.args.kt_cpuinfer is not None or slots is None or not slots.cpu_threads:
+            return trial
+        without = self.changed(kt_cpuinfer=0).like(trial).trial()
+        return trial if without.expert_slots is None or pays(slots, without.expert_slots) else without
 
     def _trial_with_tables(self) -> Trial:
         """Plans the model. Unless a flag decides, n-gram tables go to host memory where the GPU has no room for both

@@ -21,6 +21,7 @@ from sglang.srt.blocks.moe.sink_routing import SinkTopK
 from sglang.srt.blocks.moe.spec import MoE, Shared
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.groups import Group
+from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
@@ -29,6 +30,7 @@ from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import MIN_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
+from sglang.srt.plan.cpu_experts import FLAG
 from sglang.srt.plan.needs import WIDE_EXPERTS
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class MoELayer:
             self.route = SinkTopK(scope, spec.router, sizes.local)
         else:
             self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
+        if spec.cpu_threads:
+            scope.cpu_experts.place(spec.cpu_threads)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.on_cpus: LayerOnCpus | None = None
         if spec.cpu_threads:
@@ -92,7 +96,10 @@ class MoELayer:
     def _share_with_cpus(self, scope: Scope, threads: int) -> None:
         if self.experts.slots is not None:
             shared = scope.cpu_experts
-            self.on_cpus = LayerOnCpus(scope.plan, self.experts.slots, self.activation, threads, shared)
+            try:
+                self.on_cpus = LayerOnCpus(scope.plan, self.experts.slots, self.activation, threads, shared)
+            except UserError as error:
+                raise UserError(f"{error} Start with {FLAG} 0: then the GPU computes all experts.") from None
 
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
         """Returns the format of quantized input rows; None for 16 bits, as experts computed pair by pair need."""

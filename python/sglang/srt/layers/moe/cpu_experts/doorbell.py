@@ -21,18 +21,25 @@ WAIT_EQUAL = 1
 PROBE_S = 5.0
 
 
+def why_no_doorbell(device_index: int) -> str:
+    """Returns why streams of a GPU cannot wait for CPUs; "" if they can."""
+    value = ctypes.c_int()
+    code = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(value), HAS_MEMORY_OPERATIONS, device_index)
+    if not code and value.value:
+        return ""
+    return (
+        "streams of this GPU cannot wait for them (its driver has no 64-bit stream memory operations, as under Windows"
+        " or on some virtual GPUs)"
+    )
+
+
 class Doorbell:
     """The words `bell` and `done` [1] int64 in page-locked main memory. Raises UserError where streams cannot wait."""
 
     def __init__(self, bell: torch.Tensor, done: torch.Tensor, device: torch.device) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
-        value = ctypes.c_int()
-        code = self._driver.cuDeviceGetAttribute(ctypes.byref(value), HAS_MEMORY_OPERATIONS, device.index or 0)
-        if code or not value.value:
-            raise UserError(
-                "CPUs cannot compute experts: streams of this GPU cannot wait for them (its driver has no 64-bit stream"
-                " memory operations, as under Windows or on some virtual GPUs). Remove --kt-cpuinfer."
-            )
+        if problem := why_no_doorbell(device.index or 0):
+            raise UserError(f"CPUs cannot compute experts: {problem}.")
         self._bell, self._done = (ctypes.c_uint64(device_address(word)) for word in (bell, done))
         self._device = device
 
@@ -60,7 +67,6 @@ class Doorbell:
         while not answered.query():
             if time.monotonic() > end:
                 raise UserError(
-                    "CPUs cannot compute experts: the GPU does not see their answers. Remove --kt-cpuinfer, and tell us"
-                    " the GPU and its driver."
+                    "CPUs cannot compute experts: the GPU does not see their answers. Tell us the GPU and its driver."
                 )
             time.sleep(0.001)

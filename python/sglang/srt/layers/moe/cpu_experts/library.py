@@ -22,7 +22,7 @@ from sglang.srt.errors import UserError
 SOURCES = Path(__file__).with_name("csrc")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "bf16")))
-FILES: dict[str, tuple[str, ...]] = {"pool.c": (), "kernels_avx2.c": AVX2, "kernels_avx512.c": AVX512}
+FILES: dict[str, tuple[str, ...]] = {"pool.c": (), "rate.c": (), "kernels_avx2.c": AVX2, "kernels_avx512.c": AVX512}
 """Files, and the options of each beside OPTIONS."""
 OPTIONS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fPIC", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
@@ -114,13 +114,15 @@ def load_library() -> ctypes.CDLL:
     pointer, int_pointer = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
     signatures = {
         "kernels": (ctypes.c_char_p, [ctypes.c_int]),
-        "create": (pointer, [ctypes.c_int, int_pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
+        "create": (pointer, [*[ctypes.c_int, int_pointer] * 2, *[ctypes.c_int] * 3]),
+        "first_row": (ctypes.c_int, [ctypes.c_int] * 3),
         "add_layer": (
             ctypes.c_int, [pointer, ctypes.POINTER(Matrix), ctypes.POINTER(Matrix), ctypes.POINTER(Activated)],
         ),
         "run": (ctypes.c_int, [pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int, *[pointer] * 4]),
         "connect": (ctypes.c_int, [pointer, ctypes.POINTER(Mailbox), ctypes.c_double, ctypes.c_double]),
         "totals": (None, [pointer, pointer]),
+        "read_rate": (ctypes.c_double, [ctypes.c_int, int_pointer, ctypes.c_uint64, ctypes.c_double]),
         "destroy": (None, [pointer]),
         "sizes": (None, [pointer]),
     }  # fmt: skip
