@@ -203,8 +203,7 @@ ROWS: tuple[TileRow, ...] = (
     ),
     # Sizes are predictions, as those of records.
     TileRow(
-        "selected_block_attention", ((128, 128),), _FP8, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 2, 2)),
-        {"wgmma": (_gather(16, 32, 4, 2, 2),)},
+        "selected_block_attention", ((128, 128),), _FP8, (_gather(16, 64, 8, 2, 2), _gather(16, 32, 4, 2, 2)),
     ),
     TileRow(
         "selected_block_attention", ((256, 256),), _FP8, (_gather(16, 32, 8, 2, 2), _gather(16, 16, 4, 2, 2)),

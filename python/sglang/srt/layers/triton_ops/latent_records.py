@@ -9,13 +9,17 @@ Reference: `native_latent_records`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.quantize import encode_e2m1
-from sglang.srt.plan.latent_record import LatentRecord
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.latent_record import LatentRecord
 
 LAUNCH = {"num_warps": 4}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -38,7 +39,9 @@ from sglang.srt.layers.attention.triton_ops.sparse_steps import (
 )
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.latent_records import check_records, record_constants
-from sglang.srt.plan.latent_record import LatentRecord
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.latent_record import LatentRecord
 
 MERGE_COLS = 128
 """Columns per program of `merge_shares_kernel`."""
