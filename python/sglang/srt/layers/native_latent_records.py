@@ -15,7 +15,7 @@ from sglang.srt.layers.quantization.reference import (
 )
 from sglang.srt.plan.latent_record import LatentRecord
 
-LEAST_EXPONENT, MOST_EXPONENT = -14, 7
+MIN_EXPONENT, MAX_EXPONENT = -14, 7
 """Of a scale of e4m3 numbers: float16 holds their products with it, up to 448 times 2^7."""
 
 
@@ -37,7 +37,7 @@ def _e4m3(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     smallest power of two with which nothing saturates."""
     bits = groups.abs().amax(-1).view(torch.int32)
     # Of 1.m * 2^e the mantissa carries into the exponent where it is above that of 448, which is 1.75 * 2^8.
-    exponents = (((bits + 0x1FFFFF) >> 23) - 127 - 8).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+    exponents = (((bits + 0x1FFFFF) >> 23) - 127 - 8).clamp(MIN_EXPONENT, MAX_EXPONENT)
     numbers = torch.ldexp(groups, -exponents[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return numbers.flatten(-2).view(torch.uint8), (exponents + 127).to(torch.uint8)
 

@@ -47,15 +47,15 @@ class Indexer:
         yield parallel.need("index_queries", dims, heads=heads)
         yield parallel.need("sparse_indexer", dims, heads=heads)
 
-    def pooled_needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+    def pooled_needs(self, parallel: ParallelConfig, weighted: bool = True) -> Iterator[Need]:
         """Yields the needs of keys that stand for several tokens, and of queries: in 16 bits the kernel that makes such
-        keys stores them itself."""
+        keys stores them itself, and queries without weights of heads (`weighted`) stay as they are."""
         keys, heads = parallel.of_index_keys, (self.num_heads, 1)
         dims = (self.head_dim, self.head_dim)
         if KV_DTYPE_BYTES[keys.kv_dtype] == 1:
             yield keys.need("index_key_store", dims)
             yield keys.need("index_queries", dims, heads=heads)
-        else:
+        elif weighted:
             yield Need("index_queries", q_dtype=parallel.dtype)
         yield keys.need("sparse_indexer", dims, heads=heads)
 

@@ -45,7 +45,7 @@ class PooledSparse(PooledSelection[GQA]):
         uneven = uneven_sizes(self.block, index.head_dim, rotary)
         yield parallel.unquantized.need("kv_compressor", index_dims, uneven)
         yield Need("tail_rotation", q_dtype=parallel.dtype, traits=uneven_sizes(rotary))
-        yield from index.pooled_needs(parallel)
+        yield from index.pooled_needs(parallel, weighted=False)
         shares = self.shares(parallel.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
         yield replace(dense, op="selected_block_attention", heads=heads, traits=uneven_sizes(self.block))
