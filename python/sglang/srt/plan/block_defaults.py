@@ -79,7 +79,7 @@ class MixerDefaults(Protocol):
 
     @property
     def merges_tokens(self) -> bool:
-        """Returns whether cache entries may stand for several tokens: they are whole on every rank, in 16 bits."""
+        """Returns whether cache entries may stand for several tokens: they are whole on every rank."""
         return False
 
     @property
@@ -120,6 +120,11 @@ class MixerDefaults(Protocol):
     @property
     def latents(self) -> Any:
         """The mixer itself if it is latent attention for which a backend plans a step."""
+        return None
+
+    @property
+    def latent_heads(self) -> Any:
+        """The heads of any latent attention, an MLA: those whose keys and values `kv_b_proj` makes of latents."""
         return None
 
     @property
