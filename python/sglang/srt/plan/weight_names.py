@@ -182,7 +182,7 @@ RECURRENT_NAMES: Mapping[str, str] = {
 }
 KIMI_DELTA_NAMES: Mapping[str, str] = {
     "kda": "self_attn",
-    **{f"kda.{name}": "self_attn.{part}_proj" for name in ("in", "low", "beta", "decay", "gate")},
+    **{f"kda.{name}": "self_attn.{part}_proj" for name in ("in", "low", "beta", "decay", "gate", "decay_gate")},
     "kda.conv": "self_attn.{part}_conv1d",
     "kda.norm": "self_attn.o_norm",
     "kda.out": "self_attn.o_proj",
