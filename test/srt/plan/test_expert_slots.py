@@ -107,7 +107,8 @@ def test_numbers_of_slots() -> None:
 
 def test_what_has_no_experts_or_main_memory_of_its_own_is_refused_by_name() -> None:
     assert "Qwen3ForCausalLM has no experts" in refusal(name="Qwen3-8B", enable_paged_experts=True)
-    assert "gb10 is main memory" in refusal(name="Qwen3-30B-A3B", gpu="gb10", enable_paged_experts=True)
+    for gpu in ("gb10", "sm_121"):
+        assert "gb10 is main memory" in refusal(name="Qwen3-30B-A3B", gpu=gpu, enable_paged_experts=True)
 
 
 def test_a_rank_has_its_share_and_the_machine_all() -> None:
