@@ -141,6 +141,18 @@ def test_prefixes_get_what_experts_leave_of_main_memory() -> None:
     assert plan(main=1400, **args).host_cache is not None
 
 
+def test_experts_go_before_prefixes_on_the_bus() -> None:
+    """While requests decode, copies of prefixes take an eighth of it."""
+    tier = {"enable_hierarchical_cache": True, "hicache_ratio": 1.0, "main": 1400}
+    made, resident = plan(**tier), plan("Qwen3-8B", "rtx-pro-6000", **tier)
+    assert made.host_cache is not None and made.expert_slots is not None and resident.host_cache is not None
+    assert made.host_cache.paced_rate == made.expert_slots.rate / 8
+    assert resident.host_cache.paced_rate is None
+    two = plan(tp_size=2, **tier)
+    assert two.host_cache is not None and two.expert_slots is not None
+    assert two.host_cache.paced_rate == min(16e9, two.expert_slots.rate / 8)
+
+
 def test_buffers_hold_all_other_experts_where_that_takes_little() -> None:
     small, large = plan("GLM-5.3-Flash-NVFP4").expert_slots, plan("GLM-5.3-Flash-NVFP4", "rtx-pro-6000").expert_slots
     assert small is not None and large is not None

@@ -405,9 +405,9 @@ def _with_host_cache(
     `everything`: the model with the layers of a draft."""
     parallel, memory = trial.parallel, plan.memory
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
+    slots = trial.expert_slots
     if host_bytes is not None:
         taken = memory.weights + memory.caches if plan.device == "cpu" else 0
-        slots = trial.expert_slots
         of_experts = 0 if slots is None or plan.device == "cpu" else slots.host_bytes * slots.banks
         host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes - of_experts)
     ranks_share = ranks_share_caches(everything, parallel)
@@ -425,5 +425,6 @@ def _with_host_cache(
         weights,
         unasked,
         sharers,
+        None if slots is None else slots.rate,
     )
     return replace(plan, host_cache=host_cache, warnings=(*plan.warnings, *notes))
