@@ -6,7 +6,9 @@ from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.weight_updates import BUCKET, LOAD_FORMATS, UpdateOptions, WeightUpdates, written
+from sglang.srt.managers.front.sent_weights import BUCKET, FLAT, LOAD_FORMATS, written
+from sglang.srt.managers.front.weight_updates import UpdateOptions, WeightUpdates
+from sglang.srt.utils.sent_tensors import METADATA, parts_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,16 +74,7 @@ class EngineWeights:
             raise RequestError(f"load_format must be one of {LOAD_FORMATS}")
         bucket = None
         if load_format == BUCKET:
-            flat = named["flattened_tensor"]
-            bucket = [
-                {
-                    "name": part.name,
-                    "dtype": str(part.dtype).removeprefix("torch."),
-                    "shape": list(part.shape),
-                    "begin": part.start_idx * flat.element_size(),
-                }
-                for part in named.pop("metadata")
-            ]
+            bucket = parts_of(named.pop(METADATA), named[FLAT].element_size())
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
         async with written([save(tensors)]) as files:
             return await self._weights.from_files(files, bucket, how)
