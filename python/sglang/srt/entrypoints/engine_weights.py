@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.managers.front.generate_request import RequestError
@@ -68,7 +69,7 @@ class EngineWeights:
         return self._result(self._from_tensors(dict(named_tensors), load_format, how))
 
     async def _from_tensors(self, named: dict[str, Any], load_format: str | None, how: UpdateOptions) -> str:
-        from safetensors.torch import save
+        from safetensors.torch import save_file
 
         if load_format not in LOAD_FORMATS:
             raise RequestError(f"load_format must be one of {LOAD_FORMATS}")
@@ -76,7 +77,7 @@ class EngineWeights:
         if load_format == BUCKET:
             bucket = parts_of(named.pop(METADATA), named[FLAT].element_size())
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
-        async with written([save(tensors)]) as files:
+        async with written([partial(save_file, tensors)]) as files:
             return await self._weights.from_files(files, bucket, how)
 
     def init_weights_update_group(

@@ -28,13 +28,12 @@ FLAT, METADATA, BUCKET = "flattened_tensor", "metadata", "bucket"
 def write_sent(tensors: Mapping[str, torch.Tensor], bucket: list[dict[str, Any]] | None = None) -> Path:
     """Writes tensors into a file that only this user can read. bucket: names, types, shapes and first bytes of those in
     a flat tensor; None: it is none."""
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
     said = None if bucket is None else {BUCKET: json.dumps(bucket)}
-    content = save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, said)
     path = FOLDER / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, path, said)
     return path
 
 

@@ -8,8 +8,9 @@ import binascii
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,10 @@ MAX_NAMES, MAX_NAME, MAX_DIMS = 1 << 16, 512, 8
 MAX_BYTES = 1 << 36
 """Bytes of the tensors of one call."""
 MAX_HEADER = 1 << 26
-PICKLE = b"\x80"
+MAX_HANDLE = 1024
+"""Characters of a handle; longer strings are contents."""
+PIECE = 1 << 24  # divisible by 4
+PICKLES = (b"\x80", b"PK\x03\x04")
 BUCKET, FLAT = "flattened_bucket", sent_tensors.FLAT
 LOAD_FORMATS = (None, "auto", "direct", BUCKET)
 
@@ -63,8 +67,8 @@ def check_specs(tensors: list[tuple[str, str, list[int]]]) -> None:
 def is_from_user(serialized: Sequence[str]) -> bool:
     """Returns whether all are handles of files, which only the user that the server runs as can make."""
     try:
-        return all(sent_tensors.sent_file(_from_base64(each)) is not None for each in serialized)
-    except (RequestError, ValueError):
+        return all(_sent_file(each) is not None for each in serialized)
+    except RequestError:
         return False
 
 
@@ -72,28 +76,28 @@ def is_from_user(serialized: Sequence[str]) -> bool:
 async def received(serialized: Sequence[str], load_format: str | None) -> AsyncIterator[Sent]:
     """Yields what a client has sent in base64, and removes its files afterwards. Raises RequestError, also for a
     pickle."""
-    content = [_decoded(each) for each in serialized]
-    paths = [each for each in content if isinstance(each, Path)]
+    paths = [_sent_file(each) for each in serialized]
     try:
-        async with written([each for each in content if isinstance(each, bytes)]) as files:
+        contents = [partial(_decode, each) for each, path in zip(serialized, paths, strict=True) if path is None]
+        async with written(contents) as files:
             rest = iter(files)
-            ordered = [each if isinstance(each, Path) else next(rest) for each in content]
+            ordered = [next(rest) if path is None else path for path in paths]
             bucket = await asyncio.to_thread(_bucket_of, ordered[0]) if load_format == BUCKET else None
             yield Sent(ordered, bucket)
     finally:
-        for path in paths:
+        for path in filter(None, paths):
             path.unlink(missing_ok=True)
 
 
 @asynccontextmanager
-async def written(data: Sequence[bytes]) -> AsyncIterator[list[Path]]:
-    """Yields files with these contents, in memory where the system has such a place."""
+async def written(contents: Sequence[Callable[[Path], None]]) -> AsyncIterator[list[Path]]:
+    """Yields files that these have written in threads, in memory where the system has such a place."""
     shared = sent_tensors.FOLDER
     prefix = f"{sent_tensors.PREFIX}{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=shared if shared.is_dir() else None) as folder:
-        files = [Path(folder) / str(i) for i in range(len(data))]
-        for file, content in zip(files, data, strict=True):
-            await asyncio.to_thread(file.write_bytes, content)
+        files = [Path(folder) / str(i) for i in range(len(contents))]
+        for file, write in zip(files, contents, strict=True):
+            await asyncio.to_thread(write, file)
         yield files
 
 
@@ -104,19 +108,28 @@ def _from_base64(serialized: str) -> bytes:
         raise RequestError(f"serialized_named_tensors must be base64: {error}") from None
 
 
-def _decoded(serialized: str) -> bytes | Path:
-    """Returns the bytes of a safetensors file, or the file that a handle names."""
-    data = _from_base64(serialized)
-    if data.startswith((PICKLE, b"PK\x03\x04")):
-        raise RequestError(
-            "serialized_named_tensors holds a pickle, which can run code and is not read: send the bytes of a"
-            " safetensors file (safetensors.torch.save) in base64, call Engine.update_weights_from_tensor with the"
-            " tensors themselves, or use /update_weights_from_distributed"
-        )
+def _sent_file(serialized: str) -> Path | None:
+    """Returns the file that a handle names; None for the content of one."""
+    if len(serialized) > MAX_HANDLE:
+        return None
     try:
-        return sent_tensors.sent_file(data) or data
+        return sent_tensors.sent_file(_from_base64(serialized))
     except ValueError as error:
         raise RequestError(f"serialized_named_tensors holds a handle, but {error}") from None
+
+
+def _decode(serialized: str, file: Path) -> None:
+    """Writes the bytes of a safetensors file, piece by piece, as decoding lets no other thread run."""
+    with file.open("wb") as out:
+        for begin in range(0, len(serialized), PIECE):
+            data = _from_base64(serialized[begin : begin + PIECE])
+            if not begin and data.startswith(PICKLES):
+                raise RequestError(
+                    "serialized_named_tensors holds a pickle, which can run code and is not read: send the bytes of a"
+                    " safetensors file (safetensors.torch.save) in base64, call Engine.update_weights_from_tensor with"
+                    " the tensors themselves, or use /update_weights_from_distributed"
+                )
+            out.write(data)
 
 
 def _bucket_of(path: Path) -> list[dict[str, Any]]:
