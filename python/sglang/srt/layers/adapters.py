@@ -313,7 +313,7 @@ class AdapterLayers(AdapterMemory):
         if latents is not None:
             latents.check(module, pair, str(files.folder))
             return latents
-        places = next((found for each in names if (found := self._places_of(each)) is not None), None)
+        places = next((there for each in names if (there := self._places_of(each)) is not None), None)
         if places is None or pair.experts:
             raise UserError(f"{files.folder}: {module} is not served: {self._why_not(module)}.")
         shard = places[0].shard
@@ -330,14 +330,14 @@ class AdapterLayers(AdapterMemory):
             return self.places.get(module)
         start = module.removesuffix("gate_up_proj")
         halves = [self.places.get(f"{start}{part}_proj") for part in ("gate", "up")]
-        found: list[Place] = []
+        joined: list[Place] = []
         for i, places in enumerate(halves):
             if places is None:
                 return None
             for place in places:
                 rows = place.shard.rows.among(2, i)
-                found.append(replace(place, shard=place.shard._replace(rows=rows)))
-        return found
+                joined.append(replace(place, shard=place.shard._replace(rows=rows)))
+        return joined
 
     def _of_experts(self, module: str) -> ExpertPlace | None:
         """Returns which experts a module is of; None: it is of none."""
