@@ -218,6 +218,7 @@ class ModelPlanner:
         wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
         if adapters is not None:
             check_adapters(adapters, model)
+            adapters = adapters.for_names(model.names)
             ops = ("add_adapters", "add_expert_adapters") if adds_to_pairs(model) else ("add_adapters",)
             wanted = (*wanted, *(Need(op, q_dtype=parallel.dtype) for op in ops))
         chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)

@@ -378,9 +378,7 @@ def make_plan(
             stage.model.hidden_size,
             sizes.decode_rows * parallel.ranks.attn_dp_size,
         ),
-        two_batch_overlap=None
-        if trial.adapters is not None
-        else two_batch_rule(
+        two_batch_overlap=two_batch_rule(
             args, None if links is None else links.library_topology, trial.description, trial.chosen.by_key()
         ),
         decode_interval=interval_rule(args, trial.description),
