@@ -262,7 +262,9 @@ class MLA(MixerDefaults):
             parts += (
                 Matrix("attn.index_q", ("",), index_heads * dim, q_cols),
                 Matrix("attn.index_k", ("",), dim, width),
-                Matrix("attn.index_weights", ("",), index_heads, width, quantized=False, dtype="float32"),
+                Matrix(
+                    "attn.index_weights", ("",), index_heads, width, quantized=False, dtype="float32", adapted=False
+                ),
                 Elements(2 * dim, "float32"),
             )
         return tuple(parts)
