@@ -15,6 +15,7 @@ class Matrix:
     slots: > 0: the experts lie in main memory, and GPU memory has room for so many of them; each of the buffers that
         layers share has room for `buffered` of the others
     quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
+    adapted: False: no LoRA adapter may change it
     """
 
     name: str
@@ -27,6 +28,7 @@ class Matrix:
     dtype: str | None = None
     slots: int = 0
     buffered: int = 0
+    adapted: bool = True
 
     def in_slots(self, slots: int, buffered: int) -> Matrix:
         """Returns the experts as they are if they lie in main memory."""
