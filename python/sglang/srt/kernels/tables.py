@@ -6,7 +6,7 @@ come from `requires`, never from comparing architectures.
 
 from __future__ import annotations
 
-from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.configs.quant_scheme import EXL3, SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import algorithms, ranges_for
@@ -59,6 +59,7 @@ from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_TRELLIS = "sglang.srt.layers.quantization.trellis"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
@@ -178,6 +179,7 @@ LINEAR = (
         remark=dequantized_in_registers,
     ),
     KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
+    KernelSpec("torch_trellis", f"{_TRELLIS}:trellis_linear", refuse=only_quant(EXL3.name), remark=dequantized),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
 )

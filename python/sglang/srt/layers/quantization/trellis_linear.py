@@ -1,0 +1,184 @@
+"""Linear layers of EXL3 checkpoints: which tensors a rank reads, and the layer over them.
+
+Each module of a product (q, k, v; gate, up) keeps tiles, bits and scales of its own. Ranks cut whole blocks of 128 rows
+or columns; only of an output head a rank reads the blocks around its rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.configs.trellis import BLOCK, DEFAULT_CODEBOOK, MARKERS, TILE, Trellis, padded
+from sglang.srt.errors import UserError
+from sglang.srt.layers.ops import TRELLIS_LINEAR
+from sglang.srt.layers.parameter import Convert, Fill, Scope, TensorPart, WeightShard, constant, random_codes
+from sglang.srt.layers.quantization.activations import Activations
+from sglang.srt.layers.quantization.linear_weight import QuantizedProduct
+from sglang.srt.layers.quantization.trellis import TrellisModule, TrellisWeight
+from sglang.srt.plan.ranks import ShardRange
+from sglang.srt.plan.weight_names import PartKey
+
+DUMMY_OUTPUT_SCALE = 0.02 / 1.24
+"""Output scale with which random tiles are weights with a standard deviation near 0.02."""
+_WORDS, _MARKER = ("I16", "U16"), ("I32", "U32", "I64")
+
+
+class TrellisLinear:
+    """A linear layer, x [T, in] -> [T, out] (+ bias) in x's dtype or `out_dtype`."""
+
+    row_format = None
+
+    def __init__(
+        self,
+        scope: Scope,
+        weight: TrellisWeight,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        op = "linear/exl3"
+        self.bind = scope.plan.entry(TRELLIS_LINEAR, op)
+        self.arch, self.configs = scope.plan.arch, scope.plan.tiles(op, (*weight.shape, bias is not None))
+        self.weight: TrellisWeight | None = weight
+        self.bias, self.out_dtype = bias, out_dtype
+        self.run: QuantizedProduct | None = None
+        scope.finish.append(self.finish)
+
+    def finish(self) -> None:
+        """Passes the loaded weight to the kernel."""
+        assert self.weight is not None
+        self.run, self.weight = self.bind(self.weight, self.arch, self.configs), None
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        assert self.run is not None, "the weights are not loaded"
+        return self.run(x, self.bias, self.out_dtype)
+
+
+def create_trellis(scope: Scope, shards: Sequence[WeightShard], quant: ModuleQuant) -> TrellisWeight:
+    """Creates parameters for the trellises of shards side by side; several shards may be slices of one module. Raises
+    UserError where a rank's share cuts a block."""
+    forms = itertools.cycle(quant.trellises)
+    pairs = list(zip(shards, forms, strict=False))
+    modules, stored = [], 0
+    for _, group in itertools.groupby(pairs, lambda pair: pair[0].part):
+        members = list(group)
+        own = replace(scope, params={})
+        modules.append(_module(own, [shard for shard, _ in members], members[0][1]))
+        for param in own.params.values():
+            scope.params[f"{param.name}.{stored}"] = param
+            stored += 1
+    return TrellisWeight(modules, shards[0].cols.padded_count)
+
+
+def _module(scope: Scope, pieces: list[WeightShard], form: Trellis) -> TrellisModule:
+    pieces = _joined(pieces)
+    rows, cols = sum(piece.rows.padded_count for piece in pieces), pieces[0].cols
+    blocks = [_blocks(scope, piece, piece.rows, "rows", len(pieces) > 1) for piece in pieces]
+    inputs = _blocks(scope, pieces[0], cols, "columns", False)
+    held = padded(rows) + (BLOCK if _is_head(scope) and rows % BLOCK else 0)
+    first = pieces[0].rows.run.start - blocks[0].start
+    begins = list(itertools.accumulate((run.stop - run.start for run in blocks), initial=0))
+    total = (padded(cols.total), padded(pieces[0].rows.total))
+    width = padded(cols.padded_count)
+    read = slice(0, inputs.stop - inputs.start)
+    outs = [slice(begin, begin + run.stop - run.start) for begin, run in zip(begins, blocks, strict=False)]
+    keys = [piece.key for piece in pieces]
+
+    parts = {
+        key: TensorPart(
+            (total[0] // TILE, total[1] // TILE, form.words),
+            (_tiles(inputs), _tiles(run), slice(0, form.words)),
+            (_tiles(read), _tiles(out)),
+            _WORDS,
+        )
+        for key, run, out in zip(keys, blocks, outs, strict=True)
+    }
+    shape = (width // TILE, held // TILE, form.words)
+    tiles = scope.param("trellis", shape, parts, random_codes, torch.int16)
+    suh = _scales(scope, "u", form, width, total[0], [(keys[0], inputs, read)], constant(1.0))
+    outputs = list(zip(keys, blocks, outs, strict=True))
+    svh = _scales(scope, "v", form, held, total[1], outputs, constant(DUMMY_OUTPUT_SCALE))
+    if form.codebook != DEFAULT_CODEBOOK:
+        marker = {keys[0]: TensorPart((), (), (), _MARKER, _checked(scope.module(keys[0].part), form.codebook))}
+        scope.param(form.codebook, (), marker, constant(0), torch.int32)
+    return TrellisModule(form, tiles, suh, svh, first, rows)
+
+
+def _joined(pieces: list[WeightShard]) -> list[WeightShard]:
+    """Returns slices of one module, those that follow each other as one."""
+    joined = pieces[:1]
+    for piece in pieces[1:]:
+        rows, before = piece.rows, joined[-1].rows
+        if before.run.stop == rows.run.start and not before.padded:
+            both = ShardRange(
+                rows.total, slice(before.run.start, rows.run.stop), before.padded_count + rows.padded_count
+            )
+            joined[-1] = replace(joined[-1], rows=both)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _blocks(scope: Scope, shard: WeightShard, share: ShardRange, what: str, exactly: bool) -> slice:
+    """Returns the run of a share in whole blocks. Raises UserError if these have more than the share, unless they are
+    the last ones, or a head's; `exactly`: also then."""
+    run = share.run
+    cut = run.start % BLOCK or (run.stop % BLOCK and (exactly or run.stop < share.total))
+    if cut and not (_is_head(scope) and what == "rows"):
+        raise UserError(
+            f"{scope.module(shard.part)}: {BLOCK} {what} are one block of its trellis, but with --tp-size"
+            f" {scope.groups.tp.size} a rank holds {what} {run.start} to {run.stop} of {share.total}; choose another"
+            " --tp-size"
+        )
+    return slice(run.start // BLOCK * BLOCK, padded(run.stop))
+
+
+def _is_head(scope: Scope) -> bool:
+    return not scope.path.startswith("layers.")
+
+
+def _tiles(run: slice) -> slice:
+    return slice(run.start // TILE, run.stop // TILE)
+
+
+def _scales(
+    scope: Scope,
+    side: str,
+    form: Trellis,
+    size: int,
+    total: int,
+    runs: Sequence[tuple[PartKey, slice, slice]],
+    fill: Fill,
+) -> torch.Tensor:
+    """Returns the parameter float16 [size] of the scales of inputs ("u") or outputs ("v"); zero where the checkpoint
+    has none."""
+    parts = {}
+    for key, source, dest in runs:
+        if form.packed_signs:
+            parts[key] = TensorPart((total // TILE,), (_tiles(source),), (dest,), _WORDS, unpacked_signs)
+        else:
+            parts[key] = TensorPart((total,), (source,), (dest,))
+    tensor = scope.param(f"s{side}" if form.packed_signs else f"s{side}h", (size,), parts, fill, torch.float16)
+    return tensor if tensor.is_meta else tensor.zero_()
+
+
+def unpacked_signs(words: torch.Tensor) -> torch.Tensor:
+    """Returns factors of 1 and -1, float16 [16 n], of words [n] with a bit for each -1, the first in the lowest."""
+    bits = words.to(torch.int32)[:, None] >> torch.arange(TILE, dtype=torch.int32) & 1
+    return (1 - 2 * bits).flatten().half()
+
+
+def _checked(module: str, codebook: str) -> Convert:
+    """Returns a conversion that raises UserError for a marker with another multiplier."""
+
+    def check(read: torch.Tensor) -> torch.Tensor:
+        value = int(read) & 0xFFFFFFFF
+        if value != MARKERS[codebook]:
+            raise UserError(f"{module}.{codebook} is {value:#x}: only the multiplier {MARKERS[codebook]:#x} is supported")
+        return torch.zeros((), dtype=torch.int32)
+
+    return check
