@@ -16,15 +16,14 @@ MARKERS = {"3inst": None, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 SIZE = 0.05
 
 
-def tile_states(tile: np.ndarray, half_bits: int) -> list[int]:
-    """The states of one tile, int16 words, by position."""
-    bits = "".join(f"{word:032b}" for word in tile.view(np.uint32))
-    found, end = [], 0
-    for position in range(256):
-        end += half_bits // 2 + (half_bits % 2) * (position % 2)
-        found.append(int("".join(bits[(end - 16 + i) % len(bits)] for i in range(16)), 2))
-    assert end == len(bits)
-    return found
+def states(tiles: np.ndarray, half_bits: int) -> np.ndarray:
+    """The states of tiles int16 [..., words], by position [..., 256]: windows of 16 bits in rings."""
+    bits = np.unpackbits(tiles.view(np.uint32).astype(">u4").view(np.uint8), axis=-1)
+    lengths = [half_bits // 2 + (half_bits % 2) * (position % 2) for position in range(256)]
+    ends = np.cumsum(lengths)
+    assert ends[-1] == bits.shape[-1] == 128 * half_bits
+    windows = (ends[:, None] - 16 + np.arange(16)) % bits.shape[-1]
+    return bits[..., windows].astype(np.int64) @ (1 << np.arange(15, -1, -1))
 
 
 def value(codebook: str) -> np.ndarray:
@@ -43,14 +42,13 @@ def value(codebook: str) -> np.ndarray:
 
 def inner_weight(trellis: torch.Tensor, half_bits: int, codebook: str) -> torch.Tensor:
     """[in, out] of tiles [in / 16, out / 16, words]."""
-    tiles, values = trellis.numpy(), value(codebook)
-    matrix = np.zeros((16 * tiles.shape[0], 16 * tiles.shape[1]), dtype=np.float32)
-    for i, j in itertools.product(range(tiles.shape[0]), range(tiles.shape[1])):
-        for position, state in enumerate(tile_states(tiles[i, j], half_bits)):
-            lane, item = divmod(position, 8)
-            row, column = 2 * (lane % 4) + (0, 1, 8, 9)[item % 4], lane // 4 + 8 * (item // 4)
-            matrix[16 * i + row, 16 * j + column] = values[state]
-    return torch.from_numpy(matrix)
+    values = value(codebook)[states(trellis.numpy(), half_bits)].astype(np.float32)
+    matrix = np.zeros((trellis.shape[0], 16, trellis.shape[1], 16), dtype=np.float32)
+    for position in range(256):
+        lane, item = divmod(position, 8)
+        row, column = 2 * (lane % 4) + (0, 1, 8, 9)[item % 4], lane // 4 + 8 * (item // 4)
+        matrix[:, row, :, column] = values[..., position]
+    return torch.from_numpy(matrix.reshape(16 * trellis.shape[0], -1))
 
 
 def transform(size: int) -> torch.Tensor:
