@@ -21,7 +21,7 @@ from sglang.srt.plan.ranks import RankLayout
 from srt.managers.test_families_in_the_scheduler import check as check_tokens
 from srt.managers.test_families_in_the_scheduler import scheduler
 
-from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
+from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens, reference_of
 from .quantized_checkpoints import PROJECTIONS, save_quantized
 from .trellis_checkpoints import exl3
 
@@ -36,7 +36,7 @@ def steps(runner: TinyRunner) -> torch.Tensor:
 
 
 def wanted(reference: Path) -> torch.Tensor:
-    return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
+    return hf_logits(reference_of(reference), TOKENS)
 
 
 def check(folder: Path, reference: Path) -> TinyRunner:
@@ -156,3 +156,23 @@ def test_a_config_alone_has_its_average_bits() -> None:
 def test_a_config_without_known_bits_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"config.json: (bits must be a number|codebook 'abc')"):
         read_trellises(values, "config.json")
+
+
+HYBRID = (*PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
+FAMILIES = {
+    "qwen3_moe_wide": PROJECTIONS,
+    "qwen3_5_wide": HYBRID,
+    "qwen3_5_moe_wide": HYBRID,
+    "glm4_moe_wide": PROJECTIONS,
+    "glm_moe_dsa_wide": PROJECTIONS,
+    "glm5_next_wide": (*PROJECTIONS, "b_proj"),
+    "mimo_v2_wide": PROJECTIONS,
+    "minimax_m2_wide": PROJECTIONS,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, tmp_path: Path) -> None:
+    """Each expert has trellises of its own."""
+    reference = save_quantized(name, exl3(), tmp_path, quantized=FAMILIES[name])
+    check(tmp_path, reference)

@@ -142,6 +142,13 @@ FUSED_MOE = (
         graph_safe=False,
         remark=dequantized,
     ),
+    KernelSpec(
+        "torch_trellis",
+        f"{_TRELLIS}_banks:fused_moe",
+        refuse=only_quant(EXL3.name),
+        graph_safe=False,
+        remark=dequantized,
+    ),
     KernelSpec("trtllm_gen", requires=TCGEN05, not_here=NOT_PART),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),

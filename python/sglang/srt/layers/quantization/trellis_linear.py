@@ -25,7 +25,7 @@ from sglang.srt.plan.weight_names import PartKey
 
 DUMMY_OUTPUT_SCALE = 0.02 / 1.24
 """Output scale with which random tiles are weights with a standard deviation near 0.02."""
-_WORDS, _MARKER = ("I16", "U16"), ("I32", "U32", "I64")
+WORD_DTYPES, MARKER_DTYPES = ("I16", "U16"), ("I32", "U32", "I64")
 
 
 class TrellisLinear:
@@ -63,22 +63,26 @@ def create_trellis(scope: Scope, shards: Sequence[WeightShard], quant: ModuleQua
     UserError where a rank's share cuts a block."""
     forms = itertools.cycle(quant.trellises)
     pairs = list(zip(shards, forms, strict=False))
-    modules, stored = [], 0
-    for _, group in itertools.groupby(pairs, lambda pair: pair[0].part):
+    modules, stored, inputs = [], 0, dict[str, torch.Tensor]()
+    for part, group in itertools.groupby(pairs, lambda pair: pair[0].part):
         members = list(group)
         own = replace(scope, params={})
-        modules.append(_module(own, [shard for shard, _ in members], members[0][1]))
+        modules.append(_module(own, [shard for shard, _ in members], members[0][1], inputs.get(part)))
+        inputs[part] = modules[-1].suh
         for param in own.params.values():
             scope.params[f"{param.name}.{stored}"] = param
             stored += 1
     return TrellisWeight(modules, shards[0].cols.padded_count)
 
 
-def _module(scope: Scope, pieces: list[WeightShard], form: Trellis) -> TrellisModule:
+def _module(
+    scope: Scope, pieces: list[WeightShard], form: Trellis, input_scales: torch.Tensor | None
+) -> TrellisModule:
+    """Creates the parameters of slices of one module. input_scales: those of its slices elsewhere in the product."""
     pieces = _joined(pieces)
     rows, cols = sum(piece.rows.padded_count for piece in pieces), pieces[0].cols
-    blocks = [_blocks(scope, piece, piece.rows, "rows", len(pieces) > 1) for piece in pieces]
-    inputs = _blocks(scope, pieces[0], cols, "columns", False)
+    blocks = [share_of_blocks(scope, piece, "rows", len(pieces) > 1) for piece in pieces]
+    inputs = share_of_blocks(scope, pieces[0], "columns")
     held = padded(rows) + (BLOCK if _is_head(scope) and rows % BLOCK else 0)
     first = pieces[0].rows.run.start - blocks[0].start
     begins = list(itertools.accumulate((run.stop - run.start for run in blocks), initial=0))
@@ -91,19 +95,21 @@ def _module(scope: Scope, pieces: list[WeightShard], form: Trellis) -> TrellisMo
     parts = {
         key: TensorPart(
             (total[0] // TILE, total[1] // TILE, form.words),
-            (_tiles(inputs), _tiles(run), slice(0, form.words)),
-            (_tiles(read), _tiles(out)),
-            _WORDS,
+            (tiles_of(inputs), tiles_of(run), slice(0, form.words)),
+            (tiles_of(read), tiles_of(out)),
+            WORD_DTYPES,
         )
         for key, run, out in zip(keys, blocks, outs, strict=True)
     }
     shape = (width // TILE, held // TILE, form.words)
     tiles = scope.param("trellis", shape, parts, random_codes, torch.int16)
-    suh = _scales(scope, "u", form, width, total[0], [(keys[0], inputs, read)], constant(1.0))
+    suh = input_scales
+    if suh is None:
+        suh = _scales(scope, "u", form, width, total[0], [(keys[0], inputs, read)], constant(1.0))
     outputs = list(zip(keys, blocks, outs, strict=True))
     svh = _scales(scope, "v", form, held, total[1], outputs, constant(DUMMY_OUTPUT_SCALE))
-    if form.codebook != DEFAULT_CODEBOOK:
-        marker = {keys[0]: TensorPart((), (), (), _MARKER, _checked(scope.module(keys[0].part), form.codebook))}
+    if form.codebook != DEFAULT_CODEBOOK and input_scales is None:
+        marker = {keys[0]: TensorPart((), (), (), MARKER_DTYPES, checked(scope.module(keys[0].part), form.codebook))}
         scope.param(form.codebook, (), marker, constant(0), torch.int32)
     return TrellisModule(form, tiles, suh, svh, first, rows)
 
@@ -123,9 +129,10 @@ def _joined(pieces: list[WeightShard]) -> list[WeightShard]:
     return joined
 
 
-def _blocks(scope: Scope, shard: WeightShard, share: ShardRange, what: str, exactly: bool) -> slice:
-    """Returns the run of a share in whole blocks. Raises UserError if these have more than the share, unless they are
-    the last ones, or a head's; `exactly`: also then."""
+def share_of_blocks(scope: Scope, shard: WeightShard, what: str, exactly: bool = False) -> slice:
+    """Returns the run of a shard's "rows" or "columns" in whole blocks. Raises UserError if these have more than the
+    share, unless they are the last ones, or a head's; `exactly`: also then."""
+    share = shard.rows if what == "rows" else shard.cols
     run = share.run
     cut = run.start % BLOCK or (run.stop % BLOCK and (exactly or run.stop < share.total))
     if cut and not (_is_head(scope) and what == "rows"):
@@ -141,7 +148,8 @@ def _is_head(scope: Scope) -> bool:
     return not scope.path.startswith("layers.")
 
 
-def _tiles(run: slice) -> slice:
+def tiles_of(run: slice) -> slice:
+    """Returns the tiles of a run of rows or columns."""
     return slice(run.start // TILE, run.stop // TILE)
 
 
@@ -159,7 +167,7 @@ def _scales(
     parts = {}
     for key, source, dest in runs:
         if form.packed_signs:
-            parts[key] = TensorPart((total // TILE,), (_tiles(source),), (dest,), _WORDS, unpacked_signs)
+            parts[key] = TensorPart((total // TILE,), (tiles_of(source),), (dest,), WORD_DTYPES, unpacked_signs)
         else:
             parts[key] = TensorPart((total,), (source,), (dest,))
     tensor = scope.param(f"s{side}" if form.packed_signs else f"s{side}h", (size,), parts, fill, torch.float16)
@@ -172,7 +180,7 @@ def unpacked_signs(words: torch.Tensor) -> torch.Tensor:
     return (1 - 2 * bits).flatten().half()
 
 
-def _checked(module: str, codebook: str) -> Convert:
+def checked(module: str, codebook: str) -> Convert:
     """Returns a conversion that raises UserError for a marker with another multiplier."""
 
     def check(read: torch.Tensor) -> torch.Tensor:
