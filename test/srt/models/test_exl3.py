@@ -26,6 +26,7 @@ from .quantized_checkpoints import PROJECTIONS, save_quantized
 from .trellis_checkpoints import exl3
 
 TOKENS = random_tokens(23, seed=1)
+HYBRID = (*PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
 WITH_HEAD = (*PROJECTIONS, "lm_head")
 MIXED = ((8, "mul1"), (7, "mul1"), (6, "mul1"))
 
@@ -80,24 +81,33 @@ def test_greedy_tokens_in_the_scheduler(tmp_path: Path) -> None:
     check_tokens(model, served, [random_tokens(12 + 6 * seed, seed) for seed in range(4)], 8)
 
 
-def _rank(rank: int, folder: Path, names: tuple[str, ...]) -> None:
+def _rank(rank: int, folder: Path, ep_size: int, names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/rendezvous")
+    parallel_state.init(RankLayout(2, ep_size), rank, "gloo", f"file://{folder}/rendezvous{ep_size}")
     for name in names:
-        plan = plan_for(folder / name / "quantized", tp_size=2)
+        plan = plan_for(folder / name / "quantized", tp_size=2, ep_size=ep_size)
         runner = TinyRunner(plan)
         assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
         torch.save(steps(runner), folder / f"{name}{rank}.pt")
     parallel_state.shutdown()
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    """The head's 251 rows begin and end within blocks."""
-    names = ("qwen3_wide",)
+RANKED: dict[str, dict[str, int]] = {
+    "qwen3_wide": {"vocab_size": 251},
+    "qwen3_moe_wide": {"moe_intermediate_size": 256},
+    "qwen3_5_wide": {},
+}
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_two_ranks(ep_size: int, tmp_path: Path) -> None:
+    """The head's 251 rows begin and end within blocks. Ranks divide the experts' dims, or have whole experts."""
+    names = tuple(RANKED) if ep_size == 1 else ("qwen3_moe_wide",)
     for name in names:
         (tmp_path / name).mkdir()
-        save_quantized(name, exl3(MIXED), tmp_path / name, quantized=WITH_HEAD, vocab_size=251)
-    run_ranks(_rank, (tmp_path, names), 2)
+        form = exl3(taller=(10, "mul1")) if "moe" in name else exl3(MIXED)
+        save_quantized(name, form, tmp_path / name, quantized=(*HYBRID, "lm_head"), **RANKED[name])
+    run_ranks(_rank, (tmp_path, ep_size, names), 2)
     for name in names:
         want = steps(TinyRunner(plan_for(tmp_path / name / "quantized")))
         for rank in range(2):
@@ -111,7 +121,8 @@ def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     plan = plan_for(tmp_path / "quantized")
     with pytest.raises(
-        UserError, match="o_proj: 128 columns are one block of its trellis, but with --tp-size 8 a rank holds columns 64"
+        UserError,
+        match="o_proj: 128 columns are one block of its trellis, but with --tp-size 8 a rank holds columns 64",
     ):
         CausalLM(plan, device="meta")
 
@@ -158,7 +169,6 @@ def test_a_config_without_known_bits_is_refused(values: dict[str, object]) -> No
         read_trellises(values, "config.json")
 
 
-HYBRID = (*PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
 FAMILIES = {
     "qwen3_moe_wide": PROJECTIONS,
     "qwen3_5_wide": HYBRID,
@@ -173,6 +183,12 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, tmp_path: Path) -> None:
-    """Each expert has trellises of its own."""
-    reference = save_quantized(name, exl3(), tmp_path, quantized=FAMILIES[name])
+    """Each expert has trellises of its own, down with more bits than gate and up."""
+    reference = save_quantized(name, exl3(taller=(9, "mul1")), tmp_path, quantized=FAMILIES[name])
     check(tmp_path, reference)
+
+
+def test_experts_with_other_bits_are_refused(tmp_path: Path) -> None:
+    save_quantized("qwen3_moe_wide", exl3(((8, "mul1"), (6, "mul1"))), tmp_path)
+    with pytest.raises(UserError, match=r"tensor .*experts.*_proj.trellis has shape \[\d+, \d+, \d+\], but"):
+        TinyRunner(plan_for(tmp_path / "quantized"))

@@ -100,12 +100,19 @@ def stands_for(tensors: Tensors, rows: int, cols: int) -> torch.Tensor:
     return dense[:cols, :rows].T.float().contiguous()
 
 
-def exl3(forms: Sequence[tuple[int, str]] = ((8, "mul1"),), packed_signs: bool = False, **more: Any) -> Form:
-    """A form whose modules take (twice the bits, codebook) of `forms` in turn."""
+def exl3(
+    forms: Sequence[tuple[int, str]] = ((8, "mul1"),),
+    packed_signs: bool = False,
+    taller: tuple[int, str] | None = None,
+    **more: Any,
+) -> Form:
+    """A form whose modules take (twice the bits, codebook) of `forms` in turn; those with more rows than columns that
+    of `taller`, if it is given."""
     turn, generator = itertools.cycle(forms), torch.Generator().manual_seed(5)
 
     def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        half_bits, codebook = next(turn)
+        rows, cols = weight.shape
+        half_bits, codebook = taller if taller is not None and rows > cols else next(turn)
         tensors = random_trellis(*weight.shape, half_bits, codebook, generator, packed_signs)
         return tensors, stands_for(tensors, *weight.shape)
 

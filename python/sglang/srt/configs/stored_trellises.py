@@ -43,7 +43,7 @@ def _trellis_of(name: str, tensor: Stored, names: Collection[str]) -> Trellis:
     halves = half_bits % 2 and codebook != "mul1"
     if len(shape) != 3 or rest or halves or not 2 <= half_bits <= 2 * MAX_BITS:
         raise UserError(
-            f"tensor {name} has shape {list(shape)}: a trellis has words of 1 to {MAX_BITS} whole bits a weight, or with"
-            " the codebook mul1 of halves"
+            f"tensor {name} has shape {list(shape)}: a trellis has words of 1 to {MAX_BITS} whole bits a weight, or"
+            " with the codebook mul1 of halves"
         )
     return Trellis(half_bits, codebook, f"{module}{_SIGNS}" in names)

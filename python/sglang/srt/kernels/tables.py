@@ -147,6 +147,7 @@ FUSED_MOE = (
         f"{_TRELLIS}_banks:fused_moe",
         refuse=only_quant(EXL3.name),
         graph_safe=False,
+        asked_as="torch_native",
         remark=dequantized,
     ),
     KernelSpec("trtllm_gen", requires=TCGEN05, not_here=NOT_PART),
@@ -186,7 +187,13 @@ LINEAR = (
         remark=dequantized_in_registers,
     ),
     KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
-    KernelSpec("torch_trellis", f"{_TRELLIS}:trellis_linear", refuse=only_quant(EXL3.name), remark=dequantized),
+    KernelSpec(
+        "torch_trellis",
+        f"{_TRELLIS}:trellis_linear",
+        refuse=only_quant(EXL3.name),
+        asked_as="torch_dequantized",
+        remark=dequantized,
+    ),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
 )

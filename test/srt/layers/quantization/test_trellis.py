@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sglang.srt.configs.trellis import CODEBOOKS, Trellis
+from sglang.srt.hardware.arch import CPU
 from sglang.srt.layers.quantization import trellis
 from sglang.srt.layers.quantization.trellis import TrellisModule, TrellisWeight
-from sglang.srt.hardware.arch import CPU
 
 from ...models import trellis_checkpoints as oracle
 
@@ -41,9 +41,7 @@ def test_tiles_are_decoded_bit_by_bit(half_bits: int, codebook: str) -> None:
 def test_products_are_those_of_the_equal_dense_weight(rows: int, cols: int, half_bits: int, codebook: str) -> None:
     generator = torch.Generator().manual_seed(rows)
     tensors = oracle.random_trellis(rows, cols, half_bits, codebook, generator)
-    module = TrellisModule(
-        Trellis(half_bits, codebook), tensors["trellis"], tensors["suh"], tensors["svh"], 0, rows
-    )
+    module = TrellisModule(Trellis(half_bits, codebook), tensors["trellis"], tensors["suh"], tensors["svh"], 0, rows)
     weight, want = TrellisWeight([module], cols), oracle.stands_for(tensors, rows, cols)
     torch.testing.assert_close(weight.dequantized(), want, rtol=0, atol=1e-5)
     x, bias = torch.randn(2, 3, cols, generator=generator), torch.randn(rows, generator=generator)

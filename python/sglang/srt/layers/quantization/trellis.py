@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.trellis import BLOCK, TILE, Trellis
-from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.quantization.linear_weight import QuantizedProduct
 

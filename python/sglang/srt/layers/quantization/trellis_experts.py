@@ -17,9 +17,10 @@ from sglang.srt.layers.quantization.trellis_linear import (
     MARKER_DTYPES,
     WORD_DTYPES,
     checked,
+    scale_name,
+    scale_part,
     share_of_blocks,
     tiles_of,
-    unpacked_signs,
 )
 from sglang.srt.plan.weight_names import PartKey
 
@@ -38,7 +39,9 @@ class TrellisExperts:
         if sizes.w13.slots:
             raise UserError(f"{scope.path}: {what} cannot lie in main memory; remove --enable-paged-experts")
         if sizes.bias or sizes.shared:
-            raise UserError(f"{scope.path}: {what} with a bias, or with the shared expert among them, are not supported")
+            raise UserError(
+                f"{scope.path}: {what} with a bias, or with the shared expert among them, are not supported"
+            )
         forms = list(quant.trellises[:: len(quant.trellises) // sum(len(one.shards) for one in products)])
         self.w13: Banks
         self.w13, self.w2 = (
@@ -78,18 +81,14 @@ def _bank(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, shard: Weigh
     shape = (padded(wide) // TILE, padded(high) // TILE, form.words)
     words = param("trellis", shape, tiles, random_codes, torch.int16, False)
     scales = []
-    for side, size, source, dest, of, fill in (
-        ("u", padded(wide), inputs, into[0], total[0], constant(1.0)),
-        ("v", padded(high), outputs, into[1], total[1], constant(DUMMY_OUTPUT_SCALE)),
+    for side, size, part, fill in (
+        ("u", padded(wide), scale_part(form, total[0], inputs, shard.cols, 0), constant(1.0)),
+        ("v", padded(high), scale_part(form, total[1], outputs, shard.rows, 0), constant(DUMMY_OUTPUT_SCALE)),
     ):
-        part = TensorPart((of,), (source,), (dest,))
-        if form.packed_signs:
-            part = TensorPart((of // TILE,), (tiles_of(source),), (dest,), WORD_DTYPES, unpacked_signs)
-        leaf = f"s{side}" if form.packed_signs else f"s{side}h"
-        scales.append(param(leaf, (size,), part, fill, torch.float16, True))
+        scales.append(param(scale_name(form, side), (size,), part, fill, torch.float16, True))
     if form.codebook != DEFAULT_CODEBOOK:
         marker = TensorPart((), (), (), MARKER_DTYPES, checked(scope.module(shard.part), form.codebook))
         param(form.codebook, (), marker, constant(0), torch.int32, True)
     for name, one in own.params.items():
         scope.params[f"{name}.{shard.part}"] = one
-    return TrellisBank(form, words, *scales, high, wide)
+    return TrellisBank(form, words, scales[0], scales[1], high, wide)

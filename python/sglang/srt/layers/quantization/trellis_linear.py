@@ -7,8 +7,8 @@ or columns; only of an output head a rank reads the blocks around its rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -75,9 +75,7 @@ def create_trellis(scope: Scope, shards: Sequence[WeightShard], quant: ModuleQua
     return TrellisWeight(modules, shards[0].cols.padded_count)
 
 
-def _module(
-    scope: Scope, pieces: list[WeightShard], form: Trellis, input_scales: torch.Tensor | None
-) -> TrellisModule:
+def _module(scope: Scope, pieces: list[WeightShard], form: Trellis, input_scales: torch.Tensor | None) -> TrellisModule:
     """Creates the parameters of slices of one module. input_scales: those of its slices elsewhere in the product."""
     pieces = _joined(pieces)
     rows, cols = sum(piece.rows.padded_count for piece in pieces), pieces[0].cols
@@ -105,9 +103,13 @@ def _module(
     tiles = scope.param("trellis", shape, parts, random_codes, torch.int16)
     suh = input_scales
     if suh is None:
-        suh = _scales(scope, "u", form, width, total[0], [(keys[0], inputs, read)], constant(1.0))
-    outputs = list(zip(keys, blocks, outs, strict=True))
-    svh = _scales(scope, "v", form, held, total[1], outputs, constant(DUMMY_OUTPUT_SCALE))
+        of_inputs = {keys[0]: scale_part(form, total[0], inputs, cols, 0)}
+        suh = _scales(scope, "u", form, width, of_inputs, constant(1.0))
+    of_outputs = {
+        piece.key: scale_part(form, total[1], run, piece.rows, begin)
+        for piece, run, begin in zip(pieces, blocks, begins, strict=False)
+    }
+    svh = _scales(scope, "v", form, held, of_outputs, constant(DUMMY_OUTPUT_SCALE))
     if form.codebook != DEFAULT_CODEBOOK and input_scales is None:
         marker = {keys[0]: TensorPart((), (), (), MARKER_DTYPES, checked(scope.module(keys[0].part), form.codebook))}
         scope.param(form.codebook, (), marker, constant(0), torch.int32)
@@ -154,24 +156,28 @@ def tiles_of(run: slice) -> slice:
 
 
 def _scales(
-    scope: Scope,
-    side: str,
-    form: Trellis,
-    size: int,
-    total: int,
-    runs: Sequence[tuple[PartKey, slice, slice]],
-    fill: Fill,
+    scope: Scope, side: str, form: Trellis, size: int, parts: Mapping[PartKey, TensorPart], fill: Fill
 ) -> torch.Tensor:
     """Returns the parameter float16 [size] of the scales of inputs ("u") or outputs ("v"); zero where the checkpoint
     has none."""
-    parts = {}
-    for key, source, dest in runs:
-        if form.packed_signs:
-            parts[key] = TensorPart((total // TILE,), (tiles_of(source),), (dest,), WORD_DTYPES, unpacked_signs)
-        else:
-            parts[key] = TensorPart((total,), (source,), (dest,))
-    tensor = scope.param(f"s{side}" if form.packed_signs else f"s{side}h", (size,), parts, fill, torch.float16)
+    tensor = scope.param(scale_name(form, side), (size,), dict(parts), fill, torch.float16)
     return tensor if tensor.is_meta else tensor.zero_()
+
+
+def scale_name(form: Trellis, side: str) -> str:
+    """Returns the last part of the names of scales of inputs ("u") or outputs ("v")."""
+    return f"s{side}" if form.packed_signs else f"s{side}h"
+
+
+def scale_part(form: Trellis, total: int, blocks: slice, share: ShardRange, begin: int) -> TensorPart:
+    """Returns the part of the checkpoint's scales [total] of a share in whole blocks, which goes to `begin`. What pads
+    the checkpoint's matrix gets none: its weights are near zero, and not zero."""
+    if form.packed_signs:
+        source = slice(blocks.start, -(-share.run.stop // TILE) * TILE)
+        dest = slice(begin, begin + source.stop - source.start)
+        return TensorPart((total // TILE,), (tiles_of(source),), (dest,), WORD_DTYPES, unpacked_signs)
+    source = slice(blocks.start, share.run.stop)
+    return TensorPart((total,), (source,), (slice(begin, begin + source.stop - source.start),))
 
 
 def unpacked_signs(words: torch.Tensor) -> torch.Tensor:
@@ -186,7 +192,9 @@ def checked(module: str, codebook: str) -> Convert:
     def check(read: torch.Tensor) -> torch.Tensor:
         value = int(read) & 0xFFFFFFFF
         if value != MARKERS[codebook]:
-            raise UserError(f"{module}.{codebook} is {value:#x}: only the multiplier {MARKERS[codebook]:#x} is supported")
+            raise UserError(
+                f"{module}.{codebook} is {value:#x}: only the multiplier {MARKERS[codebook]:#x} is supported"
+            )
         return torch.zeros((), dtype=torch.int32)
 
     return check
