@@ -19,7 +19,7 @@ import torch
 
 from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, wants_planes
-from sglang.srt.hardware.cpu_cores import threads_on_cores
+from sglang.srt.hardware.cpu_cores import place_threads
 from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.mem_cache.main_memory import map_memory
@@ -98,7 +98,7 @@ def measure(form: str, threads: int, gib: float, avx2: bool) -> list[float]:
     of_expert = sum(map(bytes_of, one))
     num_experts = max(2 * TOP_K, int(gib * (1 << 30)) // of_expert // TOP_K * TOP_K)
     bank = weights_of(form, num_experts, 2 * INTER, HIDDEN), weights_of(form, num_experts, HIDDEN, INTER)
-    pool = CpuExpertPool(threads_on_cores(threads), 16, 128, avx2)
+    pool = CpuExpertPool(place_threads(threads), 16, 128, avx2)
     layer = pool.add_layer(*bank, SILU)
     rates = []
     for tokens in (1, 4):

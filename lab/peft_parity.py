@@ -50,10 +50,18 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "one layer": {"r": 8, "target_modules": ATTENTION, "layers_to_transform": [1]},
     "a pattern, without o_proj": {"r": 8, "target_modules": r".*self_attn\..*_proj", "exclude_modules": ["o_proj"]},
 }  # fmt: skip
-LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+ENDS: Mapping[str, Mapping[str, Any]] = {
+    "embedding": {"r": 8, "target_modules": ["embed_tokens"]},
+    "output head": {"r": 8, "target_modules": ["lm_head"], "use_rslora": True},
+    "embedding, output head and attention": {"r": 4, "target_modules": ["embed_tokens", "lm_head", *ATTENTION]},
+    "embedding, tied": {"r": 8, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+}
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", *ATTENTION]
 MODELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "qwen3": FORMS,
+    "qwen3": {**FORMS, **ENDS},
+    "qwen3_tied_bias": ENDS,
+    "gemma3_capped": ENDS,
     "llama_bias_llama3": FORMS,
     "qwen3_moe": {
         "attention": FORMS["attention"],
@@ -74,7 +82,7 @@ def made(base: torch.nn.Module, form: Mapping[str, Any], folder: Path, seed: int
     model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", **form)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding" in name:
                 weight.normal_(0, 0.1 * weight.shape[1] ** -0.5)
     model.save_pretrained(folder)
     return model
@@ -114,7 +122,7 @@ def compare(name: str, folder: Path) -> int:
     base = save_tiny(name, folder / "model")
     args = ServerArgs.from_kwargs(
         model_path=str(folder / "model"), device="cpu", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=64,
-        max_total_tokens=4096, max_running_requests=8, disable_shared_experts_fusion=True,
+        lora_target_modules=["all"], max_total_tokens=4096, max_running_requests=8, disable_shared_experts_fusion=True,
     )  # fmt: skip
     scheduler = Scheduler(args, create_runner(args), StopChecker(None))
     prompts = [

@@ -6,7 +6,7 @@
 
 Models of published sizes with random weights, cut to a few layers: Qwen3-30B-A3B in FP8 (`qwen`), GPT-OSS-20B in MXFP4
 (`gptoss`), GLM-4.7 in FP8 (`glm`). Cases, each beside `resident`: shares of the experts that have slots, in percent
-(`25+12`: and 12 threads of CPUs);
+(`25+12`: and 12 threads of CPUs; `25+auto`: as many as the server decides);
 `waves`, where the first model gets so little memory that prompts go in waves. `disk`: two layers of the first model in
 16 bits are read from files, resident, with slots for half of the experts, and with embeddings in main memory. `http`:
 the script takes GPU memory until the first model's weights do not fit, and a server starts with default flags.
@@ -141,8 +141,8 @@ def run_case(case: str, folder: str, load_format: str) -> dict[str, Any]:
     share, _, threads = case.partition("+")
     if share.isdecimal():
         flags = {"enable_paged_experts": True, "paged_experts_num_resident": max(9, experts * int(share) // 100)}
-    if threads:
-        flags["kt_cpuinfer"] = int(threads)
+    if threads != "auto":  # what the default decides
+        flags["kt_cpuinfer"] = int(threads or 0)
     taken = take_memory() if case == "waves" else None
     start = time.perf_counter()
     engine = Engine(

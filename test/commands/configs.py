@@ -96,6 +96,66 @@ def _mimo_pro() -> Config:
     }
 
 
+def _mimo26(base: Config) -> Config:
+    """MiMo-V2.6: the layers of V2.5 with experts in MXFP4, and rotary parameters also in the newer form."""
+    form = {**_FP8_BLOCKS, "store_dtype": "mxfp4", "mxfp4_block_size": 32}
+    kept = [f"model.layers.{i}.self_attn.o_proj" for i in range(base["num_hidden_layers"])]
+    rotary = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.334}
+    return {
+        **base,
+        "rope_theta": 10000000,
+        "rope_parameters": rotary,
+        "layernorm_epsilon": 1e-6,
+        "moe_router_dtype": "bfloat16",
+        "num_nextn_predict_layers": 3,
+        "image_token_id": 151655,
+        "vision_config": {"depth": 28},
+        "audio_config": {"audio_channels": 20},
+        "processor_config": {"image_min_pixels": 8192},
+        "quantization_config": {**form, "ignored_layers": [*kept, "model.decoder.self_attn.o_proj"]},
+    }
+
+
+def mimo_draft(hidden: int, heads: int, layers: list[int], mask_token: int) -> Config:
+    """The DFlash draft beside MiMo-V2.6 (`dflash/`)."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "hidden_size": hidden,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 5,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "block_size": 8,
+        "dflash_config": {
+            "target_layer_ids": layers,
+            "mask_token_id": mask_token,
+            "num_anchors": 4096,
+            "block_size": 8,
+            "loss_decay_gamma": 7.0,
+            "use_swa": True,
+            "swa_window_size": 1024,
+            "backbone_rotary_base": 5000000,
+            "attention_value_scale": 0.612,
+            "attention_sink_bias": True,
+        },
+        "num_target_layers": layers[-1] + 1,
+        "vocab_size": 152064,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000,
+        "sliding_window": 1024,
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
 def _kimi_linear(quantization: Config) -> Config:
     return {**_published("Kimi-Linear-48B-A3B-Instruct"), "quantization_config": quantization}
 
@@ -135,6 +195,8 @@ CONFIGS: dict[str, Config] = {
     "Laguna-XS.2": _laguna(),
     "MiMo-V2.5": _mimo(),
     "MiMo-V2.5-Pro-NVFP4-MXFP8": _mimo_pro(),
+    "MiMo-V2.6-Flash-RL": _mimo26(_mimo()),
+    "MiMo-V2.6-Pro-RL": {**_mimo26(_mimo_pro()), "attention_value_scale": 0.612},
     "Kimi-Linear-48B-A3B-FP8": _kimi_linear({**_FP8_BLOCKS, "modules_to_not_convert": _KIMI_KEPT[:2]}),
     "Kimi-Linear-48B-A3B-NVFP4": _kimi_linear(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"*{name}*" for name in _KIMI_KEPT]}

@@ -10,6 +10,8 @@ import json
 import shlex
 from pathlib import Path
 
+from commands.configs import mimo_draft
+
 COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
 NOT_SERVED = ("k3",)
 """Of models that are not implemented."""
@@ -29,6 +31,8 @@ BRINGS_DSPARK = {
 }
 """Keys that the config of DeepSeek-V4-Flash-0731 has beside those of the model."""
 DRAFTS = {
+    "XiaomiMiMo/MiMo-V2.6-Flash-RL/dflash": mimo_draft(4096, 64, [0, 11, 23, 35, 47], 151675),
+    "XiaomiMiMo/MiMo-V2.6-Pro-RL/dflash": mimo_draft(6144, 128, [0, 15, 31, 47, 69], 151669),
     "google/gemma-4-31B-it-assistant": {
         "architectures": ["Gemma4AssistantForCausalLM"],
         "model_type": "gemma4_assistant",
@@ -58,7 +62,7 @@ DRAFTS = {
                 "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
             },
         },
-    }
+    },
 }
 """Configs of the form that such drafts have; the widths of this one are not known here."""
 

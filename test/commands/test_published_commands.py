@@ -104,6 +104,8 @@ FITS: dict[str, tuple[int, int, int]] = {
     "Laguna-XS.2": (1, 4, 1),
     "MiMo-V2.5": (4, 0, 0),
     "MiMo-V2.5-Pro-NVFP4-MXFP8": (8, 0, 0),
+    "MiMo-V2.6-Flash-RL": (2, 8, 0),
+    "MiMo-V2.6-Pro-RL": (8, 0, 0),
     "Kimi-Linear-48B-A3B-FP8": (1, 2, 1),
     "Kimi-Linear-48B-A3B-NVFP4": (1, 2, 1),
     "Llama-4-Scout-NVFP4": (1, 4, 1),

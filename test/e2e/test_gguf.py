@@ -21,7 +21,9 @@ def test_a_file_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     add_tokenizer = partial(add_byte_level, tokenizer=tokenizer, pre="qwen2")
     file = convert(tmp_path / "saved", tmp_path / "model.gguf", more=add_tokenizer)
     with forked_children():
-        engine = sglang.Engine(model_path=str(file), dtype="float32", device="cpu", max_total_tokens=1024)
+        engine = sglang.Engine(
+            model_path=str(file), dtype="float32", device="cpu", max_total_tokens=1024, enable_memory_saver=True
+        )
     with engine:
         for prompt in ("Hello world", "naïve café 日本語"):
             ids = tokenizer.encode(prompt).ids
@@ -30,3 +32,5 @@ def test_a_file_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             want = model.generate(torch.tensor([ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
             assert got["output_ids"] == want[0, len(ids) :].tolist()
             assert got["meta_info"]["prompt_tokens"] == len(ids)
+            engine.sleep(2)
+            engine.wake_up()  # reads the file again

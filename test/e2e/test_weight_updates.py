@@ -237,6 +237,21 @@ def test_a_trainer_broadcasts_tensors(flags: dict[str, int], other: Path, expect
         assert trainer.wait(60) == 0
 
 
+def test_a_trainer_that_ends_before_it_has_sent_all(served: sglang.Engine, other: Path, expected: Any) -> None:
+    tensors, port = load_file(other / "model.safetensors"), free_port()
+    names = sorted(tensors)
+    specs = [[str(tensors[name].dtype) for name in names], [list(tensors[name].shape) for name in names]]
+    half = TRAINER.replace(".items()):", ".items())[:5]:")
+    trainer = subprocess.Popen([sys.executable, "-c", half, str(other), str(port), "2"])
+    ok, said = served.init_weights_update_group("127.0.0.1", port, 1, 2, "trainers", "gloo")
+    assert ok, said
+    ok, said = served.update_weights_from_distributed(names, *specs, group_name="trainers")
+    assert not ok and "nothing was written, and the group is closed" in said
+    assert not served.destroy_weights_update_group("trainers")[0]
+    assert tokens(served) == expected[0]
+    trainer.wait(60)
+
+
 TRAINER = """
 import os, sys
 from safetensors.torch import load_file

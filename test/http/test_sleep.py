@@ -107,13 +107,16 @@ def test_a_request_wakes_the_server() -> None:
         assert "sglang:wakes_total" in http.get("/metrics").text
 
 
-def test_level_2_waits_for_weights(http: httpx.Client) -> None:
-    """The last test of this server, which has no weights afterwards."""
+def test_level_2_reads_the_weights_again(http: httpx.Client) -> None:
+    expected = text_of(http)
     assert http.post("/sleep?level=2").status_code == 200
     assert http.post("/wake_up").json()["status"] == "awake"
-    refused = answer(http)
-    assert refused.status_code == 503
-    assert "without its weights" in refused.json()["message"]
+    assert text_of(http) == expected
+    assert http.post("/sleep?level=2").status_code == 200
+    assert http.post("/wake_up?tags=weights").json()["status"] == "sleeping"
+    assert http.get("/server_info").json()["internal_states"][0]["memory_saver"]["weights_lost"]
+    assert http.post("/wake_up").json()["status"] == "awake"
+    assert text_of(http) == expected
 
 
 def test_without_the_flag(server: LiveServer) -> None:

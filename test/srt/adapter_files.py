@@ -7,21 +7,26 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
 import torch
 from transformers import PreTrainedModel
 
+from sglang.srt.plan.weight_names import USUAL_NAMES
+
+ENDS = ("embed_tokens", "lm_head")
+"""Of these PEFT saves the base model's weights, too."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def modules_of(model: PreTrainedModel, names: Sequence[str]) -> dict[str, torch.nn.Linear]:
-    """Returns the linear layers whose last names are among these."""
+def modules_of(model: PreTrainedModel, names: Sequence[str]) -> dict[str, torch.nn.Linear | torch.nn.Embedding]:
+    """Returns the linear layers and embeddings whose last names are among these."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in names
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and name.rpartition(".")[2] in names
     }
 
 
@@ -55,16 +60,31 @@ def write_adapter(
         r = next((r for end, r in (ranks or {}).items() if name.endswith(end)), rank)
         alpha = next((alpha for end, alpha in (alphas or {}).items() if name.endswith(end)), values["lora_alpha"])
         scaling = alpha / (math.sqrt(r) if values.get("use_rslora") else r)
-        outputs, inputs = module.weight.shape
-        a = torch.randn(r, inputs, generator=generator) * inputs**-0.5
+        is_embedding = isinstance(module, torch.nn.Embedding)
+        outputs, inputs = module.weight.shape[::-1] if is_embedding else module.weight.shape
+        a = torch.randn(r, inputs, generator=generator) * (1.0 if is_embedding else inputs**-0.5)
         b = torch.randn(outputs, r, generator=generator) * (strength * 0.1 / math.sqrt(r) / scaling)
         a, b = a.to(dtype), b.to(dtype)
+        delta = scaling * (b.float() @ a.float())
+        if name.rpartition(".")[2] in ENDS:
+            tensors[f"{rename(name)}.base_layer.weight"] = module.weight.detach().clone()
+            # An embedding and an output head that are tied stay apart, as in PEFT.
+            module.weight = torch.nn.Parameter(module.weight.detach().clone())
         with torch.no_grad():
-            module.weight += scaling * (b.float() @ a.float())
-        tensors |= {f"{rename(name)}.lora_A.weight": a, f"{rename(name)}.lora_B.weight": b}
+            module.weight += delta.T if is_embedding else delta
+        if is_embedding:
+            tensors |= {f"{rename(name)}.lora_embedding_A": a, f"{rename(name)}.lora_embedding_B": b}
+        else:
+            tensors |= {f"{rename(name)}.lora_A.weight": a, f"{rename(name)}.lora_B.weight": b}
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(values))
     return merged
+
+
+def one_layer(experts: bool | None) -> Any:
+    """Returns what adapters read of a model's description, of one layer whose attention has no latents."""
+    layer = SimpleNamespace(mixer=SimpleNamespace(latent_heads=None), on_other_stage=False)
+    return SimpleNamespace(names=USUAL_NAMES, layers=(layer,), experts=experts, first_stage=True, last_stage=True)
 
 
 EXPERT_LAYOUTS = ("each", "flat", "exchanged", "stacked", "outer")

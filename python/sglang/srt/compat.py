@@ -52,7 +52,6 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("tool_call_parser", "ling3"): "glm45",
     ("tool_call_parser", "poolside_v1"): "glm45",
     ("tool_call_parser", "spark25"): "glm45",
-    ("tool_call_parser", "mimo"): "qwen3_coder",
     ("tool_call_parser", "muse_glimmer"): "muse",
     ("tool_call_parser", "nanbeige"): "qwen3_coder",
     ("tool_call_parser", "step3p5"): "qwen3_coder",

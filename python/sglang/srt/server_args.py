@@ -20,6 +20,7 @@ from sglang.srt.arguments.model import ModelArgs
 from sglang.srt.arguments.serving import LoggingArgs, ServingArgs
 from sglang.srt.arguments.sleep import SleepArgs
 from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
+from sglang.srt.configs.adapters.arguments import written
 from sglang.srt.configs.load_balance import BALANCE_METHODS, LOAD_METHODS, TOTAL_TOKENS
 from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.configs.quantization import SPELLINGS
@@ -417,6 +418,8 @@ class ServerArgs(LoggingArgs, SleepArgs, AdapterArgs, KernelArgs, ServingArgs, M
     def from_kwargs(cls, **values: Any) -> ServerArgs:
         """Reads keyword arguments named as the flags, for `Engine`. Raises UserError with all problems."""
         problems = Problems()
+        if "lora_paths" in values:
+            values["lora_paths"] = written(values["lora_paths"])
         return cls._checked(resolve_keywords(TABLE, values, problems), problems)
 
     @classmethod

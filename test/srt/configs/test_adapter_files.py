@@ -17,9 +17,10 @@ from sglang.srt.configs.adapters.arguments import NamedAdapter, named_adapters
 from sglang.srt.configs.adapters.config import AdapterConfig, adapter_config
 from sglang.srt.configs.adapters.files import content_id, read_adapter_files
 from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
 
 MODULE = "model.layers.0.self_attn.q_proj"
-PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "embed_tokens"]}
 
 
 def config(**values: Any) -> AdapterConfig:
@@ -29,6 +30,14 @@ def config(**values: Any) -> AdapterConfig:
 def pair(module: str = MODULE, rank: int = 4, **sides: torch.Tensor) -> dict[str, torch.Tensor]:
     name = f"base_model.model.{module}"
     return {f"{name}.lora_A.weight": torch.ones(rank, 6), f"{name}.lora_B.weight": torch.ones(8, rank), **sides}
+
+
+def embedding(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    name = "base_model.model.model.embed_tokens"
+    return {
+        f"{name}.lora_embedding_A": torch.ones(4, 6), f"{name}.lora_embedding_B": torch.ones(8, 4),
+        f"{name}.base_layer.weight": base,
+    }  # fmt: skip
 
 
 def written(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **values: Any) -> Path:
@@ -162,7 +171,11 @@ def test_names_of_tensors(tmp_path: Path, name: str) -> None:
         ({}, "no tensors"),
         (pair(rank=5), "rank 4"),
         (pair("model.layers.0.self_attn.k_proj"), "none of the modules"),
-        ({"base_model.model.x.lora_embedding_A": torch.ones(4, 6)}, "embedding"),
+        ({"base_model.model.x.lora_embedding_A": torch.ones(4, 6)}, "only one"),
+        (pair() | {"model.embed_tokens.base_layer.weight": torch.ones(8, 6)}, "not replaced"),
+        (pair() | {"lm_head.base_layer.weight": torch.ones(8, 6)}, "not replaced"),
+        (embedding(base=torch.ones(7, 8)), r"\[7, 8\], its A and B are of \[8, 6\]"),
+        (embedding(base=torch.ones(6, 8).to(torch.int8)), "base_layer.weight is I8"),
         (pair() | {"x.lora_magnitude_vector.weight": torch.ones(8)}, "DoRA"),
         (pair() | {"lm_head.weight": torch.ones(8, 6)}, "lm_head.weight"),
         ({f"{MODULE}.lora_A.weight": torch.ones(4, 6)}, "only one"),
@@ -173,6 +186,21 @@ def test_names_of_tensors(tmp_path: Path, name: str) -> None:
 def test_refused_tensors(tmp_path: Path, tensors: dict[str, torch.Tensor], part: str) -> None:
     with pytest.raises(UserError, match=part):
         read_adapter_files(written(tmp_path, tensors))
+
+
+def test_the_embedding_and_a_head_tied_to_it(tmp_path: Path) -> None:
+    """With `ensure_weight_tying` PEFT writes A and B of both, and names the embedding alone."""
+    tensors = embedding(base=torch.ones(6, 8)) | pair("lm_head")
+    for tied in (False, True):
+        written(tmp_path, tensors, target_modules=["model.embed_tokens"], ensure_weight_tying=tied)
+        if not tied:
+            with pytest.raises(UserError, match="lm_head is none of the modules"):
+                read_adapter_files(tmp_path)
+    files = read_adapter_files(tmp_path)
+    assert {name: (each.inputs, each.outputs) for name, each in files.pairs.items()} == {
+        "model.embed_tokens": (6, 8), "lm_head": (6, 8),
+    }  # fmt: skip
+    assert files.bases == {"model.embed_tokens": "base_model.model.model.embed_tokens.base_layer.weight"}
 
 
 class Trap:
@@ -239,6 +267,22 @@ def test_content_ids(tmp_path: Path) -> None:
 )
 def test_named_adapters(entry: str, adapter: NamedAdapter) -> None:
     assert named_adapters([entry]) == [adapter]
+
+
+def test_adapters_as_objects() -> None:
+    """As `Engine` takes them."""
+    for given in (
+        {"a": "/x", "b=": "/y"},
+        [{"lora_name": "a", "lora_path": "/x"}, {"lora_name": "b=", "lora_path": "/y"}],
+    ):
+        args = ServerArgs.from_kwargs(model_path="m", device="cpu", lora_paths=given, max_loras_per_batch=2)
+        assert named_adapters(args.lora_paths or ()) == [NamedAdapter("a", "/x"), NamedAdapter("b=", "/y")]
+    mixed: Any = [{"lora_name": "a", "lora_path": "/x", "pinned": True}, "b=/y"]
+    args = ServerArgs.from_kwargs(model_path="m", device="cpu", lora_paths=mixed, max_loras_per_batch=2)
+    assert named_adapters(args.lora_paths or ()) == [NamedAdapter("a", "/x", True), NamedAdapter("b", "/y")]
+    for given in ({"a": 1}, [7], [{"lora_name": "a"}]):
+        with pytest.raises(UserError, match="lora|needs a path"):
+            ServerArgs.from_kwargs(model_path="m", device="cpu", lora_paths=given)
 
 
 @pytest.mark.parametrize(

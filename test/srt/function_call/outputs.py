@@ -121,6 +121,13 @@ def _qwen3_coder(call: Call) -> str:
     return f"<tool_call>\n<function={call[0]}>\n{values}</function>\n</tool_call>"
 
 
+def _mimo(call: Call) -> str:
+    values = "".join(
+        f"<parameter={key}>{_raw(value).replace('&', '&amp;')}</parameter>" for key, value in call[1].items()
+    )
+    return f"<tool_call><function={call[0]}>{values}</function></tool_call>"
+
+
 def _minimax(call: Call) -> str:
     values = "".join(f'<parameter name="{key}">{_raw(value)}</parameter>\n' for key, value in call[1].items())
     return f'<invoke name="{call[0]}">\n{values}</invoke>\n'
@@ -287,6 +294,7 @@ WRITERS: dict[str, Writer] = {
     "hunyuan": _hunyuan(),
     "hunyuan-opensource": _hunyuan(":opensource"),
     "qwen3_coder": Writer(_each(_qwen3_coder, "\n"), ("<tool_call>", "</tool_call>", "<function=", "</function>")),
+    "mimo": Writer(_each(_mimo), ("<tool_call>", "</tool_call>", "<function=", "</function>")),
     "minimax-m2": _invoke("minimax:tool_call"),
     "dots": _invoke("dots_function_call"),
     "minimax-m3": Writer(

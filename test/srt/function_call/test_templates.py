@@ -79,6 +79,12 @@ PUBLISHED = {
             "</function>\n</tool_call>{% endfor %}",
         )
     ),
+    "mimo": _chatml(
+        _tagged(
+            "", "<tool_call><function={{ f.name }}>", "<parameter={{ k }}>", _RAW, "</parameter>",
+            "</function></tool_call>{% endfor %}",
+        )
+    ),
     "minimax-m2": _chatml(
         _tagged(
             "\n<minimax:tool_call>\n", '<invoke name="{{ f.name }}">\n', '<parameter name="{{ k }}">', _RAW,

@@ -203,6 +203,21 @@ def test_a_value_may_hold_the_formats_own_tags() -> None:
     assert calls_of(read("qwen3_coder", text)) == [("get_weather", {"city": value})]
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("if (a &lt; b &amp;&amp; c) &#123; d &#x27;e&#39;", "if (a < b && c) { d 'e'"),
+        ("?a=1&copy=2&lt", "?a=1&copy=2&lt"),  # not references: they have no end
+        ("&notit; &nbsp &#; &#x; &&amp;amp;", "&notit; &nbsp &#; &#x; &&amp;"),
+        ("\nkept\n", "\nkept\n"),
+    ],
+)
+def test_references_in_values_of_mimo(written: str, value: str) -> None:
+    """Wherever the output is cut, also within a reference."""
+    text = f"<tool_call><function=get_weather><parameter=city>{written}</parameter></function></tool_call>"
+    assert calls_of(read("mimo", text)) == [("get_weather", {"city": value})]
+
+
 def test_a_call_that_breaks_off_is_text() -> None:
     for end in ("<parameter=city>\nPar", "<parameter=city>\nParis\n</parameter>\n", "<parameter=city", ""):
         text = _BEGIN + end

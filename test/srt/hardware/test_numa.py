@@ -30,6 +30,7 @@ def fake_sysfs(root: Path, gpu_node: str, nodes: dict[int, str]) -> Path:
 def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """What the process may use, the latest last; CPUs 0 to 7 and 16 to 23 at first."""
     masks: list[set[int]] = [{*range(8), *range(16, 24)}]
+    monkeypatch.setattr(numa, "_before_binding", None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: masks[-1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: masks.append(set(cpus)))
     return masks
@@ -38,6 +39,7 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 def test_two_sockets(tmp_path: Path, affinity: list[set[int]]) -> None:
     sysfs = fake_sysfs(tmp_path, "1\n", {0: "0-3,16-19\n", 1: "4-15,20-23\n"})
     assert numa.bind_to_numa_node(GPU, sysfs) == 1
+    assert numa.usable_cpus() == {*range(8), *range(16, 24)}, "those of other nodes may still get threads"
     assert affinity[1:] == [{4, 5, 6, 7, 20, 21, 22, 23}], "only what it may use"
     assert numa.bind_to_numa_node(GPU, sysfs) == 1 and len(affinity) == 2, "it is there already"
 

@@ -14,8 +14,8 @@ from sglang.srt.configs.adapters.files import read_adapter_files
 from sglang.srt.layers.adapters import AdapterLayers, ModuleRows
 from sglang.srt.plan.adapters import AdapterPlan
 from sglang.srt.plan.ranks import ShardRange, padded_share, whole
-from sglang.srt.plan.weight_names import USUAL_NAMES
 from sglang.srt.plan.weight_spec import Matrix
+from srt.adapter_files import one_layer
 
 HIDDEN = 12
 HEIGHTS = {"q": 20, "k": 8, "o": HIDDEN}
@@ -39,10 +39,11 @@ def deltas(folders: list[Path], x: torch.Tensor, share: int, ranks: int) -> tupl
     """What adapters add on a rank to q and k [T, N], and to the sum of o, of which x [T, q] is the input. The last
     folder's adapter takes the slot of the first one."""
     matrices = (Matrix("attn.qkv", ("q", "k"), 28, HIDDEN), Matrix("attn.o", ("",), HIDDEN, 20))
-    weights = SimpleNamespace(model=SimpleNamespace(names=USUAL_NAMES), layers=(matrices,))
+    model = one_layer(experts=None)
+    weights = SimpleNamespace(model=model, layers=(matrices,))
     plan = SimpleNamespace(
         adapters=AdapterPlan(2, 5, None), entry=lambda op: op.reference, weights=weights,
-        description=SimpleNamespace(names=USUAL_NAMES, experts=None, layers=()),
+        description=model,
     )  # fmt: skip
     layers = AdapterLayers(plan, torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
     at = "model.layers.0.self_attn."

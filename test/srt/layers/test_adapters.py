@@ -3,6 +3,8 @@ all ranks, modules of different heights side by side; a token's sum does not dep
 
 from __future__ import annotations
 
+import dataclasses
+
 import interpreter
 import pytest
 import torch
@@ -77,6 +79,52 @@ def test_mixed_tokens_against_fp64(tokens: int, size: int) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("tokens", [1, 40, 600])
+def test_columns_of_the_embedding(tokens: int) -> None:
+    """Of ids 30 to 129; of others, which other ranks have, nothing is added."""
+    weights = weights_of((24,), 100, 48)
+    _, out, slots = step_of(tokens, 48, 100)
+    ids = torch.randint(0, 160, (tokens,), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+    columns = torch.eye(100, dtype=torch.bfloat16, device=DEVICE)
+    x = columns[(ids - 30).clamp(0, 99)] * ((ids >= 30) & (ids < 130))[:, None]
+    wanted, reference = exact(x, out, slots, weights), out.clone()
+    ordered = adapters.order_tokens(slots, len(RANKS))
+    adapters.expand(adapters.look_up(ids, 30, ordered, weights), out, ordered, weights)
+    native_adapters.expand(native_adapters.look_up(ids, 30, slots, weights), reference, slots, weights)
+    close(out, wanted)
+    close(reference, wanted)
+
+
+@interpreter.kernel_test
+def test_logits_in_32_bits() -> None:
+    weights = weights_of((300,), 128, 48)
+    x, out, slots = step_of(30, 600, 128)
+    logits = out.float()
+    wanted, reference = exact(x, logits, slots, weights), logits.clone()
+    add(x, logits, slots, weights)
+    native_adapters.add_adapters(x, reference, slots, weights)
+    close(logits, wanted)
+    close(reference, wanted)
+
+
+@interpreter.kernel_test
+def test_scaled_outputs() -> None:
+    weights = weights_of((40, 8, 24), 200, 48)
+    scales = torch.rand((len(RANKS), 2, 112), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x, out, slots = step_of(70, 112, 200)
+    kept = out.double()
+    for token, slot in enumerate(slots.tolist()):
+        if slot and RANKS[slot - 1]:
+            kept[token] = kept[token] * scales[slot - 1, 0] + scales[slot - 1, 1]
+    wanted, reference = exact(x, kept, slots, weights), out.clone()
+    weights = dataclasses.replace(weights, scales=scales)
+    add(x, out, slots, weights)
+    native_adapters.add_adapters(x, reference, slots, weights)
+    close(out, wanted)
+    close(reference, wanted)
+
+
+@interpreter.kernel_test
 def test_a_token_alone_has_the_same_sum() -> None:
     weights = weights_of((64, 32), 512, 48)
     x, out, slots = step_of(20, 160, 512)
@@ -86,6 +134,16 @@ def test_a_token_alone_has_the_same_sum() -> None:
         alone = out[token : token + 1].clone()
         add(x[token : token + 1], alone, slots[token : token + 1], weights)
         assert torch.equal(alone[0], mixed[token])
+
+
+@interpreter.kernel_test
+def test_programs_with_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "PROGRAMS", 3)
+    weights = weights_of((64, 32), 256, 48)
+    x, out, slots = step_of(200, 160, 256)
+    wanted = exact(x, out, slots, weights)
+    add(x, out, slots, weights)
+    close(out, wanted)
 
 
 @interpreter.kernel_test
@@ -107,6 +165,7 @@ def test_chunks_have_each_token_of_an_adapter_once(tokens: int) -> None:
     slots = torch.randint(-2, 4, (tokens,), generator=generator).clamp_min(0).to(DEVICE, torch.int32)
     chunks = adapters.order_tokens(slots, 5)
     order, found = chunks.order.tolist(), []
+    assert [slot > 0 for slot, _, _ in chunks.table.tolist()].count(True) == int(chunks.used)
     for slot, begin, count in chunks.table.tolist():
         assert count <= chunks.rows and (slot > 0) == (count > 0)
         found += [(slot, token) for token in order[begin : begin + count]]

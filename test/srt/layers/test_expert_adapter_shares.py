@@ -19,8 +19,8 @@ from sglang.srt.layers.expert_adapters import LayerExperts
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import _products, rows_of
 from sglang.srt.plan.adapters import AdapterPlan, shares_outer
-from sglang.srt.plan.weight_names import USUAL_NAMES
 from sglang.srt.plan.weight_spec import Matrix
+from srt.adapter_files import one_layer
 
 EXPERTS, HIDDEN, DIMS, RANK = 5, 6, 8, 3
 MODULE = "model.layers.0.mlp.experts"
@@ -72,10 +72,11 @@ def layers_of(
     w13 = Matrix("moe.w13", ("gate", "up"), 2 * dims, HIDDEN, experts=experts)
     w2 = Matrix("moe.w2", ("down",), HIDDEN, dims, experts=experts)
     sizes = ExpertSizes(w13, w2, EXPERTS, DIMS, ep_rank=ep[0], ep_size=ep[1])
-    weights = SimpleNamespace(model=SimpleNamespace(names=USUAL_NAMES), layers=((w13, w2),))
+    model = one_layer(experts=True)
+    weights = SimpleNamespace(model=model, layers=((w13, w2),))
     plan = SimpleNamespace(
         adapters=AdapterPlan(2, RANK, more.get("targets"), shared_outer), entry=lambda op: op.reference,
-        weights=weights, description=SimpleNamespace(names=USUAL_NAMES, experts=True, layers=()),
+        weights=weights, description=model,
     )  # fmt: skip
     layers = AdapterLayers(plan, torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
     products = _products(sizes, None, SimpleNamespace(rank=tp[0]))  # type: ignore[arg-type]
@@ -88,7 +89,7 @@ def layers_of(
 def deltas(layers: Any, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """B A of each expert of a rank, of gate and up [E, 2, dims, H] and of down [E, H, dims]."""
     adapter = layers.read(read_adapter_files(folder))
-    assert adapter.ranks.flatten().tolist() == [RANK, RANK]
+    assert adapter.ranks.flatten().tolist() == [RANK, RANK, 0, 0]  # those behind are for the embedding and the head
     (a, b), (down_a, down_b) = (adapter.matrices[number] for number in (0, 1))
     up = torch.einsum(
         "epdr,eprk->epdk", b.unflatten(1, (2, -1)).expand(len(b), -1, -1, -1), a.expand(len(b), -1, -1, -1)

@@ -228,6 +228,8 @@ class Collector:
     hidden: dict[str, bytes] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     """Of each token: its own, then those of the likeliest and of the named ones."""
+    input_logprobs: dict[str, list[float]] = field(default_factory=dict)
+    """Of each token of the prompt but the first."""
 
     def take(self, scheduler: Scheduler) -> None:
         messages, scheduler.outbox = scheduler.outbox, []
@@ -245,6 +247,8 @@ class Collector:
                     entries = zip_longest(got.output, got.top, got.named, fillvalue=())
                     values = [own for one, top, named in entries for own, _ in (one, *top, *named)]
                     self.logprobs.setdefault(rid, []).extend(values)
+                    own = [value for value, _ in got.input if value is not None]
+                    self.input_logprobs.setdefault(rid, []).extend(own)
 
 
 def add(scheduler: Scheduler, msg: TokenizedGenerateReq) -> None:

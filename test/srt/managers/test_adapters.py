@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from sglang.srt.configs.adapters.files import content_id
@@ -22,7 +23,7 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 from srt.models.harness import VOCAB, save_tiny
 
 NEW_TOKENS = 8
-LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj", "down_proj")
 FORMS: dict[str, dict[str, Any]] = {
     "rank 1": {"rank": 1, "names": ("q_proj", "down_proj")},
@@ -267,3 +268,87 @@ def test_other_layers(tmp_path: Path, model: str, names: tuple[str, ...]) -> Non
     asked = {f"{form} {seed}": (form, prompt(seed)) for form in (None, "a", "b") for seed in (1, 2)}
     run(one, one.scheduler(disable_shared_experts_fusion=True), asked)
     assert one.greedy("a", prompt(1)) != one.greedy(None, prompt(1))
+
+
+ENDS_FORMS: dict[str, dict[str, Any]] = {
+    "embedding": {"rank": 5, "names": ("embed_tokens",)},
+    "head": {"rank": 17, "names": ("lm_head",), "use_rslora": True, "strength": 12.0},
+    "all": {"names": ("embed_tokens", "lm_head", *LINEAR), "rank": 8},
+    "layers": {"names": LINEAR},
+}
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_tied_bias", "gemma3_capped"])
+def test_embedding_and_output_head(tmp_path: Path, model: str) -> None:
+    """Also tied to one another, with a factor of the embedding and capped logits."""
+    one = Adapters(model, tmp_path, ENDS_FORMS)
+    answers = {form: tuple(one.greedy(form, prompt(1))) for form in (None, *ENDS_FORMS)}
+    assert len(set(answers.values())) == len(answers)
+    asked = {f"{form} {seed}": (form, prompt(seed)) for form in (None, *ENDS_FORMS) for seed in (1, 2)}
+    run(one, one.scheduler(lora_target_modules=["all"]), asked)
+    bare = one.scheduler(False, max_lora_rank=64).adapters
+    assert bare is not None
+    for form in ("embedding", "head", "layers"):
+        bare.begin(one.ids[form], str(one.paths[form]))
+        assert ("--lora-target-modules all" in bare.end(one.ids[form], False)) == (form != "layers")
+
+
+def test_other_weights_of_the_base_model(tmp_path: Path) -> None:
+    """PEFT repeats them; rows that were trained are refused, other types and rows that a checkpoint pads are not."""
+    one = Adapters("qwen3", tmp_path, {"a": {"names": ("embed_tokens", "lm_head"), "rank": 2}})
+    table = one.scheduler(False, lora_target_modules=["embed_tokens", "lm_head"]).adapters
+    assert table is not None
+    file = one.paths["a"] / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    for end in ("model.embed_tokens", "lm_head"):
+        name = f"base_model.model.{end}.base_layer.weight"
+        for changed in (False, True):
+            other = tensors[name].clone()
+            other[200:] += 0.5 if changed else 0.0
+            safetensors.torch.save_file(tensors | {name: other.bfloat16()}, file)
+            adapter = content_id(one.paths["a"])
+            table.begin(adapter, str(one.paths["a"]))
+            problem = table.end(adapter, False)
+            assert (f"{name} differs from the model's" in problem) == changed and changed == bool(problem), problem
+
+
+def test_drafts_with_the_models_own_head(tmp_path: Path) -> None:
+    """They share the embedding and the output head, and have them without the adapter."""
+    one = Adapters("qwen3", tmp_path, ENDS_FORMS)
+    options: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(one.folder)}
+    scheduler = one.scheduler(lora_target_modules=["all"], speculative_num_steps=2, **options)
+    run(one, scheduler, {str(form): (form, prompt(3)) for form in (None, *ENDS_FORMS)})
+
+
+def test_prompt_log_probabilities(tmp_path: Path) -> None:
+    one = Adapters("qwen3", tmp_path, ENDS_FORMS)
+    scheduler, collector, ids = one.scheduler(lora_target_modules=["all"]), Collector(), prompt(4)
+    for form in (None, *ENDS_FORMS):
+        message = request(str(form), ids, 2, temperature=0.0, ignore_eos=True)
+        message.adapter = message.cache_namespace = None if form is None else one.ids[form]
+        message.return_logprob, message.logprob_start_len = True, 0
+        add(scheduler, message)
+    run_to_end(scheduler, collector)
+    for form in (None, *ENDS_FORMS):
+        with torch.inference_mode():
+            wanted = one.models[form](torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        got = torch.tensor(collector.input_logprobs[str(form)])
+        torch.testing.assert_close(got, wanted.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], rtol=0, atol=1e-4)
+
+
+LATENT_FORMS: dict[str, dict[str, Any]] = {
+    "kv_b": {"names": ("kv_b_proj",), "rank": 5, "strength": 12.0},
+    "all": {"names": LATENT, "rank": 17},
+    "others": {"names": ("q_b_proj", "o_proj")},
+}
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v2_lite", "glm4_moe_lite", "deepseek_v32", "mistral4"])
+def test_keys_and_values_of_latents(tmp_path: Path, model: str) -> None:
+    """Decoding absorbs them; so do prompts with such an adapter that would expand them otherwise."""
+    one = Adapters(model, tmp_path, LATENT_FORMS)
+    answers = {form: tuple(one.greedy(form, prompt(1, 60))) for form in (None, *LATENT_FORMS)}
+    assert len(set(answers.values())) == len(answers)
+    scheduler = one.scheduler(disable_shared_experts_fusion=True)
+    for _ in range(2):  # behind a cached prefix the second time
+        run(one, scheduler, {f"{form}": (form, prompt(1, 60)) for form in (None, *LATENT_FORMS)})

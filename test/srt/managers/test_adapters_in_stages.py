@@ -1,11 +1,13 @@
-"""LoRA adapters of a model whose layers are in two stages of a pipeline: each has the part of its layers, the tokens
-are those of transformers with the adapter merged, and both refuse what either of them lacks."""
+"""LoRA adapters of a model over two ranks: in two stages of a pipeline each has the part of its layers, and both refuse
+what either of them lacks; with tensor parallelism each has its share of the vocabulary. The tokens are those of
+transformers with the adapter merged."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 from rank_processes import run_ranks
@@ -28,11 +30,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def _rank(rank: int, folder: str, out: Path, asked: Asked, refused: list[str]) -> None:
+def _rank(rank: int, folder: str, out: Path, asked: Asked, refused: list[str], flags: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     args = ServerArgs.from_kwargs(
         model_path=folder, device="cpu", skip_tokenizer_init=True, enable_lora=True, max_total_tokens=4096,
-        max_running_requests=8, max_lora_rank=8, pp_size=2,
+        max_running_requests=8, max_lora_rank=8, **flags,
     )  # fmt: skip
     runner = create_runner(args, rank, f"file://{out}/rendezvous")
     layers, plan = runner.adapters, runner.plan
@@ -44,8 +46,9 @@ def _rank(rank: int, folder: str, out: Path, asked: Asked, refused: list[str]) -
     table = scheduler.adapters
     assert table is not None
     for path in refused:
-        table.begin(path, path)
-        assert table.end(path, False)
+        table.begin(content_id(Path(path)), path)
+        problem = table.end(content_id(Path(path)), False)
+        assert "the model's is of" in problem or "is not served" in problem or "another rank" in problem, problem
     for rid, (path, ids, _) in asked.items():
         msg = request(rid, ids, NEW_TOKENS, temperature=0.0, ignore_eos=True)
         if path:
@@ -65,8 +68,9 @@ def changed(source: Path, folder: Path, old: str, new: str, rows: int) -> str:
     (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
     tensors = safetensors.torch.load_file(source / "adapter_model.safetensors")
     tensors = {
-        name.replace(old, new): t[:rows].contiguous() if old in name and "lora_B" in name else t
+        name.replace(old, new): t[:rows].contiguous() if old in name and "_B" in name else t
         for name, t in tensors.items()
+        if "base_layer" not in name
     }
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     return str(folder)
@@ -89,6 +93,19 @@ def test_two_stages_are_one(tmp_path: Path) -> None:
     refused = [
         changed(whole, tmp_path / "layer", "layers.0.", f"layers.{layers}.", 1 << 20),
         changed(whole, tmp_path / "first", "layers.0.self_attn.o_proj", "layers.0.self_attn.o_proj", 3),
-        changed(whole, tmp_path / "last", f"layers.{layers - 1}.self_attn.o_proj", "layers.2.self_attn.wrong", 1 << 20),
+        changed(whole, tmp_path / "last", f"layers.{layers - 1}.self_attn.o_proj", "layers.2.mlp.o_proj", 1 << 20),
     ]
-    run_ranks(_rank, (str(one.folder), tmp_path, asked, refused), 2)
+    run_ranks(_rank, (str(one.folder), tmp_path, asked, refused, {"pp_size": 2}), 2)
+
+
+@pytest.mark.parametrize(("flags", "model"), [({"pp_size": 2}, "qwen3_tied_bias"), ({"tp_size": 2}, "qwen3_tied_bias")])
+def test_embedding_and_output_head(tmp_path: Path, flags: dict[str, int], model: str) -> None:
+    """In the first and the last stage; or in shares of an odd vocabulary."""
+    one = Adapters(model, tmp_path, {"all": {"names": ("embed_tokens", "lm_head", "q_proj"), "rank": 8}})
+    asked = {
+        f"{form} {seed}": ("" if form is None else str(one.paths[form]), prompt(seed), one.greedy(form, prompt(seed)))
+        for form in (None, "all")
+        for seed in range(10)  # as many rows as keep logits in shares
+    }
+    refused = [changed(one.paths["all"], tmp_path / end, end, end, 3) for end in ("embed_tokens", "lm_head")]
+    run_ranks(_rank, (str(one.folder), tmp_path, asked, refused, {**flags, "lora_target_modules": ["all"]}), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sglang.srt.managers.scheduler.memory_control import NO_SAVER, MemoryControl
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.scheduler.weight_updates import WeightUpdates
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.model_executor.memory_saver.host_arenas import POISON
 from sglang.srt.model_executor.memory_saver.saver import Part, complement
@@ -50,6 +52,7 @@ class Rank:
         self.runner = create_runner(self.args)
         self.scheduler = Scheduler(self.args, self.runner, StopChecker(None))
         self.memory = MemoryControl(self.scheduler, self.runner)
+        self.weights = WeightUpdates(self.args, self.runner, self.scheduler, self.memory)
         self.number = 0
 
     def tokens(self, ids: list[int]) -> list[int]:
@@ -153,6 +156,7 @@ def test_without_a_copy_the_weights_are_lost(folder: Path) -> None:
     rank = Rank(folder)
     kept = [tensor.clone() for tensor in weights(rank)]
     expected = rank.tokens(prompt(4))
+    rank.weights.served.written = True  # tensors were sent, which no directory has
     assert not rank.memory.sleep([], keep_weights=False)
     assert not rank.memory.wake([])
     assert not rank.memory.state.serves
@@ -164,6 +168,45 @@ def test_without_a_copy_the_weights_are_lost(folder: Path) -> None:
     rank.memory.state.weights_restored()
     rank.memory.weights_changed()
     assert rank.tokens(prompt(4)) == expected  # what no file holds was kept
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_lost_weights_are_read_again(name: str, tmp_path: Path) -> None:
+    """Once nothing sleeps any more: whoever wakes the weights alone is going to send others."""
+    save_tiny(name, tmp_path)
+    rank = Rank(tmp_path)
+    expected = rank.tokens(prompt(4))
+    for tags in ([], [WEIGHTS, KV_CACHE]):
+        assert not rank.memory.sleep([], keep_weights=False)
+        assert rank.runner.memory_saver is not None
+        assert rank.runner.memory_saver.host_bytes < 0.1 * rank.runner.memory_saver.sizes()[WEIGHTS]
+        assert not rank.memory.wake(tags, "key")
+        assert rank.memory.state.weights_lost == bool(tags)
+        assert not rank.memory.wake([], "key")
+        assert rank.memory.state.serves
+        assert rank.tokens(prompt(4)) == expected
+
+
+def test_weights_that_cannot_be_read_again(folder: Path, tmp_path: Path) -> None:
+    gone = Path(shutil.copytree(folder, tmp_path / "gone"))
+    rank = Rank(gone)
+    expected = rank.tokens(prompt(4))
+    assert not rank.memory.sleep([], keep_weights=False)
+    gone.rename(tmp_path / "elsewhere")
+    assert "cannot be read again" in rank.memory.wake([], "key")
+    assert rank.memory.state.asleep == set(TAGS)
+    (tmp_path / "elsewhere").rename(gone)
+    assert not rank.memory.wake([], "key")
+    assert rank.tokens(prompt(4)) == expected
+
+
+def test_weights_that_could_not_come_back_are_not_given_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(folder)
+    monkeypatch.setattr(rank.weights.served, "refuse", lambda: "no")
+    monkeypatch.setattr(rank.weights.served, "problem_of_reading", lambda: "experts lie in main memory")
+    assert "keep them in main memory" in rank.memory.sleep([], keep_weights=False)
+    assert rank.memory.state.serves
+    assert not rank.memory.sleep([], keep_weights=True)
 
 
 def test_weights_that_changed_are_copied_again(folder: Path) -> None:

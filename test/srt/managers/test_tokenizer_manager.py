@@ -582,6 +582,49 @@ def test_a_dead_engine_fails_what_runs_and_what_comes() -> None:
     play(test)
 
 
+def test_an_update_holds_back_a_request_that_was_being_prepared() -> None:
+    async def test(bench: Bench) -> None:
+        manager, prepare, ready = bench.manager, bench.manager.preparer.prepare, asyncio.Event()
+
+        async def slow(req: GenerateRequest) -> Any:
+            await ready.wait()
+            prepared = await prepare(req)
+            done.set()
+            return prepared
+
+        done = asyncio.Event()
+        manager.preparer.prepare = slow  # type: ignore[method-assign]
+        submitting = asyncio.create_task(manager.submit(call(stream=True)))
+        await asyncio.sleep(0)
+        manager.weights.under_way = update = asyncio.Event()
+        ready.set()
+        await done.wait()
+        assert await bench.nothing_received()
+        assert not manager.num_unfinished
+        manager.weights.under_way = None
+        update.set()
+        stream = await submitting
+        request = await bench.request()
+        bench.send(request.rid, "a", [4], LENGTH)
+        assert len(await stream.collect()) == 1
+
+    play(test)
+
+
+def test_calls_fail_and_their_sequences_end() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(stream=True))
+        request = await bench.request()
+        bench.manager.fail_running(RequestError("The weights cannot be used", 503))
+        with pytest.raises(RequestError, match="cannot be used"):
+            await stream.collect()
+        assert isinstance(message := await bench.received(), AbortReq) and message.rids == [request.rid]
+        bench.send(request.rid, finish=ABORTED)
+        await bench.sync()
+
+    play(test)
+
+
 def test_drain() -> None:
     async def test(bench: Bench) -> None:
         stream = await bench.manager.submit(call())

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.sleeper import KEEP, Sleeper
 from sglang.srt.managers.front.weight_updates import WeightUpdates as Updates
 from sglang.srt.managers.scheduler.weight_updates import WeightUpdates
@@ -25,6 +26,34 @@ def test_a_commit_after_a_sleep_is_refused() -> None:
     assert not reply.ok and "asleep" in reply.message
 
 
+def test_requests_that_were_kept_fail_where_waking_breaks_the_weights() -> None:
+    """And the server goes on with new requests once it has other weights."""
+    asked: list[str] = []
+    failed: list[RequestError] = []
+    scheduler, state = EngineState(), EngineState()
+
+    async def control(kind: str, args: dict[str, Any], timeout: float, undo: Any) -> ControlReply:
+        asked.append(kind)
+        if kind == "sleep":
+            scheduler.slept(args["tags"], True)
+        elif kind == "wake":
+            scheduler.woke(args["tags"])
+            scheduler.break_weights("after waking they give other results")
+        return ControlReply(1, data={"state": scheduler.to_wire()})
+
+    async def main() -> None:
+        sleeper = Sleeper(state, control, lambda: None, lambda: False, failed.append, False)
+        await sleeper.sleep(None, True, KEEP)
+        await sleeper.wake()
+        assert [(error.status_code, "other results" in error.message) for error in failed] == [(503, True)]
+        assert asked == ["pause", "sleep", "wake"]
+        state.weights_restored()
+        await sleeper.go_on()
+
+    asyncio.run(main())
+    assert asked[-1] == "resume"
+
+
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_pause_of_a_client_outlasts_the_sleep(paused: bool) -> None:
     asked: list[str] = []
@@ -39,7 +68,7 @@ def test_a_pause_of_a_client_outlasts_the_sleep(paused: bool) -> None:
         return ControlReply(1, data={"state": scheduler.to_wire()})
 
     async def main() -> None:
-        sleeper = Sleeper(EngineState(), control, lambda: None, lambda: paused, False)
+        sleeper = Sleeper(EngineState(), control, lambda: None, lambda: paused, lambda error: None, False)
         await sleeper.sleep(None, True, KEEP)
         await sleeper.wake()
 

@@ -80,6 +80,30 @@ def test_each_stored_form_becomes_what_a_fresh_model_has(name: str, form: str, t
     check(first, other_weights(first, tmp_path / "second"))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["qwen3_wide", "qwen3_moe_wide"])
+def test_each_stored_form_is_read_again(name: str, form: str, tmp_path: Path) -> None:
+    save_quantized(name, FORMS[form], tmp_path)
+    check_reading(tmp_path / "quantized")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_16_bits_are_read_again(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path / "first")
+    check_reading(tmp_path / "first")
+
+
+def check_reading(folder: Path) -> None:
+    """Loses what is said to be read again, and reads it."""
+    model = load_model(plan_for(folder))
+    served, before = ServedWeights(plan_for(folder), model), content(model)
+    for tensor in served.tensors_read_again():
+        with torch.inference_mode():
+            torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8).fill_(0xFF)
+    served.read_again("auto", 0)
+    assert_equal(content(model), before)
+
+
 def test_sent_tensors_take_the_place_of_stored_ones(tmp_path: Path) -> None:
     save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
     first = tmp_path / "quantized"

@@ -26,13 +26,18 @@ def rotate(x: Tensor, theta: float, rot_dim: int = 0) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., dim:]), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> Tensor:
-    """q [m, heads, D], k and v [n, heads, D] -> [m, heads * D]; causal with m = n."""
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True, sinks: Tensor | None = None) -> Tensor:
+    """q [m, heads, D], k and v [n, heads, D] -> [m, heads * D]; causal with m = n. sinks [heads]: logits without a
+    value."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
     scores = (q @ k.transpose(1, 2)) * scale
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.tensor(False)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(scores[0]), 1)), dim=-1)
+        v = F.pad(v, (0, 0, 0, 1))
+    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
 def grouped_queries(x: Tensor, w: Weights, at: str, config: Mapping[str, Any]) -> Tensor:
@@ -152,12 +157,14 @@ class Eagle3:
 
 @dataclass
 class DFlash:
-    """A block of the last token and mask tokens over keys and values of the target's streams."""
+    """A block of the last token and mask tokens over keys and values of the target's streams. `mask_vector`: the
+    embedding of mask tokens, where it is not the target's."""
 
     w: Weights
     config: Mapping[str, Any]
     target: Target
     aux_layers: Sequence[int]
+    mask_vector: Tensor | None = None
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], count: int) -> Tensor:
@@ -190,6 +197,8 @@ class DFlash:
         joined = torch.cat([streams[layer] for layer in self.aux_layers], dim=-1)
         context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
         h = self.target.embedded([tokens[-1], *[mask] * (size - 1)])
+        if self.mask_vector is not None:
+            h = torch.cat((h[:1], self.mask_vector.expand(size - 1, -1)))
         for i in range(self.config["num_hidden_layers"]):
             at = f"layers.{i}."
             attention = lambda x, at=at: self.attention(x, context, f"{at}self_attn.")  # noqa: E731
@@ -201,12 +210,16 @@ class DFlash:
 
     def attention(self, block: Tensor, context: Tensor, at: str) -> Tensor:
         w, dim, eps, theta = self.w, self.config["head_dim"], self.config["rms_norm_eps"], self.config["rope_theta"]
+        rotated, keys = int(dim * self.config.get("partial_rotary_factor", 1.0)), self.config.get("dflash_config", {})
         rows = torch.cat((context, block))
         q, k, v = (
             (rows @ w[f"{at}{part}_proj.weight"].T).unflatten(-1, (-1, dim)) for part in "qkv"
         )  # the queries of the context are not used
-        q, k = (rotate(rms(x, w[f"{at}{name}_norm.weight"], eps), theta) for x, name in ((q, "q"), (k, "k")))
-        return attend(q[len(context) :], k, v, dim**-0.5, causal=False) @ w[f"{at}o_proj.weight"].T
+        q, k = (rotate(rms(x, w[f"{at}{name}_norm.weight"], eps), theta, rotated) for x, name in ((q, "q"), (k, "k")))
+        first = max(0, len(rows) - keys.get("swa_window_size", len(rows)))
+        v, sinks = v * keys.get("attention_value_scale", 1.0), w.get(f"{at}attention_sink_bias")
+        seen = attend(q[len(context) :], k[first:], v[first:], dim**-0.5, causal=False, sinks=sinks)
+        return seen @ w[f"{at}o_proj.weight"].T
 
 
 def between_convolutions(x: Tensor, w: Weights, at: str, inner: Callable[[Tensor], Tensor]) -> Tensor:

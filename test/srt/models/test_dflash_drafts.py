@@ -64,6 +64,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 """As z-lab and SpecForge write them."""
+MASK_VECTOR = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(9))
+VARIANTS["mimo"] = CONFIG | {
+    "partial_rotary_factor": 0.5,
+    "v_head_dim": CONFIG["head_dim"],
+    "vocab_size": 190,
+    "dflash_config": _BACKBONE
+    | {"use_swa": True, "swa_window_size": 16, "attention_value_scale": 0.612, "attention_sink_bias": True}
+    | {"backbone_rotary_base": 5000000, "loss_decay_gamma": 7.0, "num_anchors": 4096, "block_size": BLOCK},
+}
+"""As MiMo's are published, with `mask_embedding.pt` beside the weights."""
 DRAFT_VOCAB = 40
 VARIANTS["speculators"] = CONFIG | {"draft_vocab_size": DRAFT_VOCAB}
 VARIANTS["speculators_selector"] = VARIANTS["selector"] | {
@@ -114,6 +124,8 @@ def weights(config: dict[str, Any] = CONFIG, seed: int = 3) -> dict[str, Tensor]
         shapes |= {f"{at}self_attn.{part}_proj.weight": (count, hidden) for part, count in rows.items()}
         shapes |= {f"{at}mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
         shapes |= {f"{at}self_attn.o_proj.weight": (hidden, heads), f"{at}mlp.down_proj.weight": (hidden, inner)}
+        if config.get("dflash_config", {}).get("attention_sink_bias"):
+            shapes[f"{at}self_attn.attention_sink_bias"] = (config["num_attention_heads"],)
     shapes |= more_shapes(config)
     tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
     for name in tensors:
@@ -157,6 +169,18 @@ def more_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def save_draft(variant: str, folder: Path) -> Path:
+    """Writes a variant, and what lies beside its weights."""
+    save(folder, stored(variant), weights(VARIANTS[variant]))
+    save_mask_vector(variant, folder)
+    return folder
+
+
+def save_mask_vector(variant: str, folder: Path) -> None:
+    if variant == "mimo":
+        torch.save({"mask_token_id": 201, "embedding": MASK_VECTOR}, folder / "mask_embedding.pt")
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
@@ -166,8 +190,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_draft_as_published(variant: str, target: Path, tmp_path: Path) -> None:
-    config = VARIANTS[variant]
-    plan = plan_with_draft(target, "DFLASH", save(tmp_path / "draft", stored(variant), weights(config)))
+    plan = plan_with_draft(target, "DFLASH", save_draft(variant, tmp_path / "draft"))
     runner = DraftRunner(plan)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32")
@@ -278,3 +301,27 @@ def test_tensors_of_heads_are_named(
 def test_captures_that_the_config_does_not_name(target: Path, tmp_path: Path) -> None:
     config = CONFIG | {"dflash_config": {"mask_token_id": 5}}
     assert plan_with_draft(target, "DFLASH", save(tmp_path / "draft", config, weights())).aux_layers == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"mask_token_id": 7, "embedding": MASK_VECTOR}, "is for mask token 7, and config.json names 201"),
+        (MASK_VECTOR[1:], f"must hold one vector of {HIDDEN} numbers"),
+        ({"other": MASK_VECTOR}, "it holds NoneType"),
+        (MASK_VECTOR * torch.nan, "has a NaN"),
+        (Path("."), "cannot be read as a tensor"),  # a class of its own, which would run code
+    ],
+)
+def test_a_mask_vector_that_cannot_be_read_is_refused(held: Any, message: str, target: Path, tmp_path: Path) -> None:
+    plan = plan_with_draft(target, "DFLASH", save_draft("mimo", tmp_path / "draft"))
+    torch.save(held, tmp_path / "draft" / "mask_embedding.pt")
+    with pytest.raises(UserError, match=message):
+        DraftRunner(plan)
+
+
+def test_a_mask_vector_may_be_the_whole_file(target: Path, tmp_path: Path) -> None:
+    plan = plan_with_draft(target, "DFLASH", save_draft("mimo", tmp_path / "draft"))
+    torch.save(MASK_VECTOR[None], tmp_path / "draft" / "mask_embedding.pt")
+    vector = DraftRunner(plan).draft.mask_vector
+    assert vector is not None and torch.equal(vector.vector, MASK_VECTOR)

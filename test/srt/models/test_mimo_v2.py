@@ -21,6 +21,7 @@ from .harness import TinyRunner, plan_for
 from .quantized_checkpoints import FORMS, save_quantized
 from .ranks_alike import assert_ranks_alike
 from .test_quantized import TOLERANCE, steps, wanted
+from .test_quantized_hybrids import EXPERTS, Published, beside_blocks, publish
 
 PUBLISHED = Path(__file__).parents[1] / "kernels" / "published" / "MiMo-V2-Flash" / "config.json"
 
@@ -65,6 +66,29 @@ def test_the_later_names_with_projections_of_their_own(tmp_path: Path) -> None:
     names = {"architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "attention_projection_layout": "split"}
     file.write_text(json.dumps(json.loads(file.read_text()) | names))
     torch.testing.assert_close(steps(TinyRunner(plan_for(file.parent))), wanted(reference), **TOLERANCE)
+
+
+def test_v26_with_experts_in_mxfp4(tmp_path: Path) -> None:
+    """As MiMo-V2.6-Flash-RL is published: experts in MXFP4 beside FP8, output projections in 16 bits, a module that is
+    not there among those left alone, a bfloat16 router, and rotary parameters in both forms, of which the newer one
+    says nothing of layers with windows."""
+    ways = ((EXPERTS, "MXFP4 of MiMo"), (r".*\.self_attn\.[qkv]_proj|.*\.layers\.0\.mlp\.\w+_proj", "blocks"))
+    form = beside_blocks(store_dtype="mxfp4", mxfp4_block_size=32)
+    reference = publish(Published("mimo_v2_wide", ways, form), tmp_path)
+    file = tmp_path / "quantized" / "config.json"
+    rope = json.loads(file.read_text())["rope_parameters"]["full_attention"]
+    assert rope["rope_theta"] != json.loads(file.read_text())["rope_parameters"]["sliding_attention"]["rope_theta"]
+    as_published(file.parent)
+    config = json.loads(file.read_text())
+    kept = [f"model.layers.{i}.self_attn.o_proj" for i in range(3)]
+    config["quantization_config"]["ignored_layers"] = [*kept, "model.decoder.self_attn.o_proj"]
+    names = {"architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "attention_projection_layout": "split"}
+    more = {"moe_router_dtype": "bfloat16", "rope_parameters": rope, "processor_config": {"patch_size": 16}}
+    file.write_text(json.dumps(config | names | more))
+    plan = plan_for(file.parent)
+    assert plan.description.unsupported == ()
+    torch.testing.assert_close(steps(TinyRunner(plan)), wanted(reference), **TOLERANCE)
+    assert_ranks_alike(2, steps, TOLERANCE, tmp_path)
 
 
 def test_layers_of_the_published_config(tmp_path: Path) -> None:

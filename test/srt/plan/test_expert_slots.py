@@ -14,6 +14,7 @@ from sglang.srt.drafts.depth import AdaptiveDepth, with_expert_copies
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, lockable_bytes
 from sglang.srt.managers.scheduler import scheduler_setup
+from sglang.srt.managers.scheduler.replicas import ONE_REPLICA
 from sglang.srt.plan.cpu_experts import SPARE_CORES
 from sglang.srt.plan.expert_slot_plan import CHANNEL_RATE, ExpertSlotPlan, MainMemory, bus_rate, hit_share
 from sglang.srt.plan.expert_slots import RESERVED_TOKENS
@@ -118,6 +119,19 @@ def test_a_rank_has_its_share_and_the_machine_all() -> None:
         assert abs(2 * shared.host_bytes / whole.host_bytes - 1) < 0.02
     assert experts.experts == 64 and half.experts == 128
     assert half.slots > 2 * whole.slots
+
+
+def test_replicas_share_a_bank() -> None:
+    """A machine with room for one and a half banks holds two replicas, whose prefixes get what one bank leaves."""
+    two = plan(main=180, dp_size=2).expert_slots
+    assert two is not None and (two.processes, two.banks) == (2, 1)
+    assert f"{two.host_bytes / GIB:.2f} GiB, which 2 replicas share, " in str(two)
+    four = plan(main=180, dp_size=2, tp_size=2).expert_slots
+    assert four is not None and (four.processes, four.banks) == (4, 2)
+    assert "GiB for each of 2 ranks, which 2 replicas share, " in str(four)
+    assert "of main memory, and" in refusal(main=180, dp_size=2, use_ray=True, enable_paged_experts=True)
+    tier = {"enable_hierarchical_cache": True, "hicache_ratio": 1.0}
+    assert plan(main=180, dp_size=2, **tier).host_cache is not None
 
 
 def test_prefixes_get_what_experts_leave_of_main_memory() -> None:
@@ -244,7 +258,7 @@ def test_a_server_measures_main_memory_and_the_slowest_rank_decides(
 
     monkeypatch.setattr(scheduler_setup, "rate_for_experts", rates)
     args = ServerArgs(model_path=folder(MODEL), kt_cpuinfer=asked)
-    slots = scheduler_setup._with_measured_cpus(args, 3, MainMemory(256 * GIB), make).expert_slots
+    slots = scheduler_setup._with_measured_cpus(ONE_REPLICA, args, 3, MainMemory(256 * GIB), make).expert_slots
     assert slots is not None and (slots.cpu_threads > 0) == threads
     assert measured == ([3] if asked is None else []), "nothing is measured where a flag decides"
 
@@ -253,7 +267,7 @@ def test_nothing_is_measured_for_models_that_fit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(scheduler_setup, "rate_for_experts", None)
     args = ServerArgs(model_path=folder("Qwen3-30B-A3B"))
     made = scheduler_setup._with_measured_cpus(
-        args, 0, MainMemory(), lambda memory: plan("Qwen3-30B-A3B", "rtx-pro-6000")
+        ONE_REPLICA, args, 0, MainMemory(), lambda memory: plan("Qwen3-30B-A3B", "rtx-pro-6000")
     )
     assert made.expert_slots is None
 

@@ -85,9 +85,10 @@ def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = of_prompts(request(), targets.tolist(), [0] * 4 + [2] * 7)
     largest = 0
 
-    def project(h: torch.Tensor) -> torch.Tensor:
+    def project(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         nonlocal largest
         largest = max(largest, h.shape[0])
+        assert torch.equal(h, hidden[rows])
         return h @ head
 
     whole = prompt_logprobs(hidden, project, wanted, VOCAB)
@@ -122,13 +123,13 @@ def test_the_device_holds_the_results_of_one_chunk(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", VOCAB)
     monkeypatch.setattr(logprobs, "token_logprobs", watched)
     wanted = of_prompts(request(), list(range(11)), [0] * 10 + [1])
-    packed = prompt_logprobs(randn(11, 8), lambda h: h @ randn(8, VOCAB), wanted, VOCAB)
+    packed = prompt_logprobs(randn(11, 8), lambda h, rows: h @ randn(8, VOCAB), wanted, VOCAB)
     assert packed.shape == (11, wanted.width(VOCAB)) and len(alive) == 11
 
 
 def test_a_request_without_top_or_ids_has_no_such_lists() -> None:
     built = of_prompts(LogprobRequest([0], [[]]), [5, 6], [0, 0])
-    rows = prompt_logprobs(randn(2, 4), lambda h: h @ randn(4, VOCAB), built, VOCAB)
+    rows = prompt_logprobs(randn(2, 4), lambda h, rows: h @ randn(4, VOCAB), built, VOCAB)
     out = of(LogprobResult(rows, built), 0, slice(0, 2), is_input=True)
     assert [token for _, token in out.input] == [17, 5, 6]
     assert not out.input_top and not out.input_named
@@ -156,7 +157,7 @@ def test_several_rows_of_one_request() -> None:
 
 
 def test_no_rows() -> None:
-    nothing = prompt_logprobs(randn(0, 4), lambda h: h, of_prompts(request(), [], []), VOCAB)
+    nothing = prompt_logprobs(randn(0, 4), lambda h, rows: h, of_prompts(request(), [], []), VOCAB)
     assert nothing.shape == (0, request().width(VOCAB))
 
 

@@ -62,9 +62,10 @@ def dflash(folder: Path, variant: str) -> Pair:
     config = dflash_drafts.VARIANTS[variant]
     target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=dflash_drafts.LAYERS))
     tensors = dflash_drafts.weights(config)
-    draft = save(folder / "draft", dflash_drafts.stored(variant), tensors)
+    draft = dflash_drafts.save_draft(variant, folder / "draft")
     flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(draft)}
-    return Pair(folder / "target", flags, DFlash(tensors, config, target, dflash_drafts.CAPTURES))
+    vector = dflash_drafts.MASK_VECTOR if variant == "mimo" else None
+    return Pair(folder / "target", flags, DFlash(tensors, config, target, dflash_drafts.CAPTURES, vector))
 
 
 def dspark(folder: Path, speculators: bool = False, **keys: Any) -> Pair:
@@ -172,6 +173,7 @@ class Proposals:
         ("dflash_domino", {"chunked_prefill_size": 16}),
         pytest.param("dflash_domino_in_place", {"page_size": 8}, marks=pytest.mark.thorough),
         ("dflash_selector", {"chunked_prefill_size": 16}),
+        ("dflash_mimo", {"chunked_prefill_size": 16, "page_size": 8}),
         pytest.param("dspark_vanilla", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
         pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),
         ("dspark_rnn", {}),

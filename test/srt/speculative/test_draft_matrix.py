@@ -112,6 +112,7 @@ def dflash(name: str, target: Path, folder: Path, variant: str = "plain") -> dic
     config = test_dflash_drafts.VARIANTS[variant]
     config = config | {"dflash_config": config["dflash_config"] | {"target_layer_ids": [0, 1]}}
     test_eagle3_drafts.save(folder, config, test_dflash_drafts.weights(config))
+    test_dflash_drafts.save_mask_vector(variant, folder)
     return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder)}
 
 
@@ -153,6 +154,7 @@ DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "DSPARK": (dspark, UNGATED),
     "DOMINO": (functools.partial(dflash, variant="domino"), UNGATED),
     "SELECTOR": (functools.partial(dflash, variant="selector"), UNGATED),
+    "MASK VECTOR": (functools.partial(dflash, variant="mimo"), UNGATED),
     "SHARED": (shared_selection, ("shared selection",)),
     "ASSISTANT": (assistant, ("normed embedding",)),
 }
@@ -170,7 +172,8 @@ QUICK = (
     ("DSPARK", "dense", "TP2"),
     ("NEXTN", "two head counts", "graphs"),
     ("NEXTN", "compressed", "eager"),
-    ("DFLASH", "sinks of windows", "graphs"),
+    ("DFLASH", "two head counts", "graphs"),
+    ("MASK VECTOR", "sinks of windows", "graphs"),
     ("DFLASH", "gated delta and experts", "eager"),
     ("DSPARK", "pooled latents", "graphs"),
     ("DSPARK", "Mamba-2", "eager"),

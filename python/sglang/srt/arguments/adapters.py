@@ -46,8 +46,8 @@ class AdapterArgs:
     lora_target_modules: list[str] | None = option(
         None,
         ADAPTERS,
-        "Last names of the modules that adapters may change, or all; those of --lora-paths if not given, and all "
-        "without.",
+        "Last names of the modules that adapters may change, or all; those of --lora-paths if not given, and without "
+        "these all but the embedding and the output head.",
     )
     experts_shared_outer_loras: bool = option(
         False,

@@ -21,6 +21,6 @@ class SleepArgs:
     enable_weights_cpu_backup: bool = option(
         False,
         MEMORY,
-        "/release_memory_occupation keeps a copy of the weights in main memory; without it they must be sent again.",
+        "/release_memory_occupation keeps the weights in main memory; without it they are sent, or read again.",
     )
     wake_on_request: bool = option(False, MEMORY, "A request wakes a sleeping server, which else refuses it with 503.")

@@ -12,8 +12,11 @@ from sglang.srt.configs.gguf.tensors import INDEX_NAME
 from sglang.srt.configs.gguf.unpack import unpack
 from sglang.srt.errors import UserError
 
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-_TOKENIZER_FILES = [pattern for pattern in _MODEL_FILES if pattern != "*.safetensors"]
+MASK_VECTOR_FILE = "mask_embedding.pt"
+"""File beside a block draft's weights with the embedding of its mask tokens."""
+_WEIGHT_FILES = ["*.safetensors", MASK_VECTOR_FILE]
+_TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_MODEL_FILES = [*_TOKENIZER_FILES, *_WEIGHT_FILES]
 
 
 def resolve_model_path(

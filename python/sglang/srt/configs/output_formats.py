@@ -8,8 +8,8 @@ AUTO = "auto"
 TOOL_CALL_PARSERS = (
     AUTO, "apertus2509", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "deepseekv41", "dots", "gemma4",
     "gigachat3", "gigachat35", "glm45", "glm47", "gpt-oss", "hermes", "hunyuan", "hunyuan-opensource", "inkling",
-    "interns1", "iquest_q1", "kimi_k2", "lfm2", "llama3", "minicpm5", "minimax-m2", "minimax-m3", "mistral", "muse",
-    "pythonic", "qwen25", "qwen3_coder", "step3",
+    "interns1", "iquest_q1", "kimi_k2", "lfm2", "llama3", "mimo", "minicpm5", "minimax-m2", "minimax-m3", "mistral",
+    "muse", "pythonic", "qwen25", "qwen3_coder", "step3",
 )  # fmt: skip
 REASONING_PARSERS = (
     AUTO, "apertus2509", "deepseek-r1", "deepseek-v3", "deepseek-v4", "gemma4", "glm45", "gpt-oss", "hunyuan",

@@ -12,6 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 from sglang.srt.errors import UserError
 
 CONNECT_LIMIT = timedelta(seconds=300)
+RECEIVE_LIMIT = timedelta(seconds=60)
+"""How long the ranks, which serve nobody meanwhile, wait for a tensor that the trainer is to send."""
 BACKENDS = ("nccl", "gloo")
 
 
@@ -45,11 +47,18 @@ class UpdateGroup:
         c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns the next tensor that the trainer broadcasts, in main memory unless the group is NCCL's."""
+        """Returns the next tensor that the trainer broadcasts, in main memory unless the group is NCCL's. Raises
+        UserError if it does not come; the group cannot be used then."""
         tensor = torch.empty(shape, dtype=dtype, device="cuda" if self.backend == "nccl" else "cpu")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([tensor], options).wait()
+        if self.backend == "gloo":
+            options.timeout = RECEIVE_LIMIT  # NCCL's would end the process
+        try:
+            self.group.broadcast([tensor], options).wait(RECEIVE_LIMIT + timedelta(seconds=1))
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            raise UserError(f"the trainer has ended, or has sent nothing for {RECEIVE_LIMIT}: {said}") from None
         return tensor
 
     def send(self, tensor: torch.Tensor) -> None:

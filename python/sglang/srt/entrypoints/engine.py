@@ -149,7 +149,7 @@ class Engine(EngineWeights):
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Gives GPU memory back (`weights`, `kv_cache`, `cuda_graph`; all if not given); needs `enable_memory_saver`.
-        The weights are kept in main memory with `enable_weights_cpu_backup`, and must be sent again without."""
+        The weights are kept in main memory with `enable_weights_cpu_backup`, and are sent or read again without."""
         self._run(self._sleeper().sleep(tags, self.server_args.enable_weights_cpu_backup))
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:

@@ -120,7 +120,7 @@ class EngineWeights:
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         tensors = list(zip(names, kinds, map(list, shapes), strict=True))
         how = UpdateOptions(flush_cache, False, weight_version, selector)
-        return self._result(self._weights.from_group(group_name, tensors, False, how))
+        return self._result(self._weights.from_group(group_name, tensors, how))
 
     def begin_weight_update(self, selector: str = "all") -> Result:
         """Begins an update in several calls."""

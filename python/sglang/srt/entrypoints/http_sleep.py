@@ -34,7 +34,7 @@ _SLEEP = {
     "parameters": [
         _parameter(
             "level",
-            "1: weights stay in main memory; 2: they are read or sent again",
+            "1: weights stay in main memory; 2: they are sent or read again",
             {"type": "string", "enum": [*LEVELS], "default": "1"},
         ),
         _parameter("mode", "What happens to requests that run", {"type": "string", "enum": [*MODES], "default": ABORT}),
@@ -57,7 +57,7 @@ def _sleeper(request: Request) -> Sleeper:
 @router.post("/release_memory_occupation", openapi_extra=body_schema(MemoryBody, required=False))
 async def release_memory_occupation(request: Request) -> Response:
     """Gives memory back once the requests that run have ended. The weights are kept in main memory with
-    --enable-weights-cpu-backup; without it they must be sent again."""
+    --enable-weights-cpu-backup; without it they are sent or read again."""
     sleeper = _sleeper(request)
     body = await read_optional_body(request, MemoryBody)
     await sleeper.sleep(body.tags, state_of(request).args.enable_weights_cpu_backup)

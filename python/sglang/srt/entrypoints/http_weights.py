@@ -186,7 +186,7 @@ async def update_weights_from_distributed(request: Request) -> Response:
     if not len(body.names) == len(body.dtypes) == len(body.shapes):
         raise bad_request("names, dtypes and shapes must be lists of one length", param="names")
     tensors = list(zip(body.names, body.dtypes, body.shapes, strict=True))
-    return await _answer(updates.from_group(body.group_name, tensors, False, body.how()))
+    return await _answer(updates.from_group(body.group_name, tensors, body.how()))
 
 
 @router.post("/init_weights_update_group", openapi_extra=body_schema(InitGroupBody))

@@ -65,6 +65,8 @@ def _format_of_call(call_id: str, render: Render) -> str | None:
                 leftovers[name] = min(len(result.text), leftovers.get(name, len(whole)))
     if "glm45" in leftovers and f"<tool_call>{_NAME}\n" not in whole:
         del leftovers["glm45"]
+    if "mimo" in leftovers and f"<tool_call><function={_NAME}>" not in whole:
+        del leftovers["mimo"]
     return min(leftovers, key=lambda name: leftovers[name]) if leftovers else None
 
 

@@ -215,6 +215,11 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
     "llama3": ForcedCalls(begin='{"name": "ESCAPED", "parameters": ', end="}", between="; "),
+    "mimo": ForcedCalls(
+        begin="<tool_call><function=NAME>",
+        values=("<parameter=NAME>", "</parameter>"),
+        end="</function></tool_call>",
+    ),
     "minimax-m2": _invoke("minimax:tool_call"),
     "minimax-m3": _invoke("tool_call", "]<]minimax[>[", "minimax_m3_xml"),
     "mistral": ForcedCalls(begin="[TOOL_CALLS]NAME[ARGS]", end=""),

@@ -132,6 +132,21 @@ _QWEN3_CODER = CallFormat(
 )
 
 
+_MIMO = CallFormat(
+    sections=(("<tool_call>", "</tool_call>"),),
+    begin=("<function=",),
+    grammar=TaggedCalls(
+        after_name=">",
+        key="<parameter=",
+        after_key={">": None},
+        after_value="</parameter>",
+        end="</function>",
+        escapes=True,
+        next_tags=("<tool_call>", "</tool_call>", "<function="),
+    ),
+)
+
+
 def _invoke(section: str) -> CallFormat:
     return CallFormat(
         sections=((f"<{section}>", f"</{section}>"),),
@@ -219,6 +234,7 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
     "kimi_k2": _KIMI_K2,
     "lfm2": CallFormat(begin=("<|tool_call_start|>",), grammar=calls_in_brackets("<|tool_call_end|>")),
     "llama3": CallFormat(begin=("<|python_tag|>",), bare="{", grammar=bare_call_objects),
+    "mimo": _MIMO,
     "minicpm5": _MINICPM5,
     "minimax-m2": _invoke("minimax:tool_call"),
     "minimax-m3": _MINIMAX_M3,

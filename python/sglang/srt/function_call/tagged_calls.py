@@ -1,9 +1,12 @@
-"""Reader of calls whose arguments are tagged values, similar to XML but without escapes."""
+"""Reader of calls whose arguments are tagged values, similar to XML but mostly without escapes."""
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html.entities import html5
 
 from sglang.srt.function_call.coercion import as_json
 from sglang.srt.function_call.json_text import escaped, read_value
@@ -23,9 +26,10 @@ class TaggedCalls:
 
     `after_name` of "": a line break or a tag ends the name. `closing`: ends the name and the call. `after_key`: text ->
     whether the value that follows is a string; None: the tool's schema decides. `lines`: values are on lines of their
-    own. `json_body`: a JSON object may replace all arguments. `next_tags`: the call ends before one of these, also
-    without `end`. `no_end`: texts that end a value without `after_value`, on a line of its own and within a line.
-    `no_value`: texts that no value contains; the call breaks off there.
+    own. `escapes`: values may have character references such as `&lt;`. `json_body`: a JSON object may replace all
+    arguments. `next_tags`: the call ends before one of these, also without `end`. `no_end`: texts that end a value
+    without `after_value`, on a line of its own and within a line. `no_value`: texts that no value contains; the call
+    breaks off there.
 
     A value may contain end tags: `after_value` counts if the next key or the end of the call follows, `end` within a
     value if one of `next_tags` follows, and both at the end of the text.
@@ -41,6 +45,7 @@ class TaggedCalls:
     after_end: str = ""
     cdata: tuple[str, str] | None = None
     lines: bool = False
+    escapes: bool = False
     json_body: bool = False
     next_tags: tuple[str, ...]
     no_value: tuple[str, ...] = ()
@@ -119,6 +124,8 @@ class TaggedCalls:
         if self.cdata is not None and (yield from reader.take_marker(markers_of(self.cdata[0]))) is not None:
             yield from self._read_cdata(reader, sink, self.cdata[1])
             return
+        plain = _Unescaped(sink)
+        sink = plain.push if self.escapes else sink
         line_end = _LineEnd(sink)
         no_end = self.no_end[1]
         if self.lines and (yield from reader.peek()) == "\n":
@@ -129,6 +136,7 @@ class TaggedCalls:
         behind[self.after_value] = markers_of(self.key, self.end, *self.next_tags)
         ends = markers_of(self.after_value, *others)
         end = yield from reader.until(ends, line_end.push if self.lines else sink, behind)
+        plain.finish()
         if end is None or end in self.no_value:
             raise NotACall
         if end == self.after_value:
@@ -154,3 +162,35 @@ class _LineEnd:
         text = self._held + text
         self._held = "\n" if text.endswith("\n") else ""
         self._sink(text.removesuffix("\n"))
+
+
+_REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{0,31});")
+_BEGUN = re.compile(r"&(?:#(?:[0-9]{0,7}|[xX][0-9a-fA-F]{0,6})|[A-Za-z][A-Za-z0-9]{0,31})?\Z")
+
+
+class _Unescaped:
+    """Passes text on with the characters that references stand for. Only whole references count, up to their
+    semicolon: an `&` in an address or a command stays as it is."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._held = ""
+
+    def push(self, text: str) -> None:
+        text = self._held + text
+        begun = _BEGUN.search(text)
+        cut = len(text) if begun is None else begun.start()
+        self._held = text[cut:]
+        if cut:
+            self._sink(_REFERENCE.sub(_character, text[:cut]))
+
+    def finish(self) -> None:
+        """Passes on what began like a reference and is none."""
+        held, self._held = self._held, ""
+        if held:
+            self._sink(held)
+
+
+def _character(reference: re.Match[str]) -> str:
+    name = reference[0][1:]
+    return html.unescape(reference[0]) if name.startswith("#") or name in html5 else reference[0]

@@ -24,8 +24,13 @@ def node_of(pci_address: str, sysfs: Path = SYSFS) -> int | None:
         node = int((sysfs / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    nodes = list((sysfs / "devices/system/node").glob("node[0-9]*"))
-    return node if node >= 0 and len(nodes) > 1 else None
+    return node if node >= 0 and len(all_nodes(sysfs)) > 1 else None
+
+
+def all_nodes(sysfs: Path = SYSFS) -> list[int]:
+    """Returns the numbers of the machine's NUMA nodes."""
+    folders = (sysfs / "devices/system/node").glob("node[0-9]*")
+    return sorted(int(folder.name.removeprefix("node")) for folder in folders)
 
 
 def cpus_of(node: int, sysfs: Path = SYSFS) -> frozenset[int]:

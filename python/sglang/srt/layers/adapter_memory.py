@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -10,13 +12,32 @@ from sglang.srt.layers.native_adapters import AdapterWeights, ExpertAdapterWeigh
 from sglang.srt.plan.adapters import AdapterPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostAdapter:
     """An adapter in main memory, in the form of a slot: A and B of the linear layers that it changes, by the layer's
-    number, and the ranks of all [layers, 1] int32."""
+    number, and the ranks of all [layers, 1] int32. `absorbs`: prompts with it take latents as they are."""
 
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor]]
     ranks: torch.Tensor
+    absorbs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step that has adapters, or some of its rows."""
+
+    slots: torch.Tensor
+    """[T] int32, the slot of each token's adapter, counted from 1; 0: none."""
+    ordered: Any
+    """The tokens as the kernels of linear layers take them."""
+    by_head: dict[int, Any] = field(default_factory=dict)
+    """Pairs of a token and each of so many heads, as the kernels of experts take them."""
+
+
+class _Running(threading.local):
+    """The tokens of the step that a thread computes; of two microbatches each may have its thread."""
+
+    tokens: StepTokens | None = None
 
 
 class AdapterMemory:
@@ -24,13 +45,22 @@ class AdapterMemory:
 
     def __init__(self, plan: AdapterPlan, device: torch.device, dtype: torch.dtype, count: int) -> None:
         self.plan, self.device, self.dtype = plan, device, dtype
-        self.slots: torch.Tensor | None = None
-        """[T] int32, the slot of each token's adapter in the step that is computed, counted from 1; 0: none. None: no
-        token has one."""
+        self._running = _Running()
+        self.absorbing: set[int] = set()
+        """Slots, counted from 1, of adapters with which prompts take latents as they are."""
         self.ranks = torch.zeros((count, plan.slots), dtype=torch.int32, device=device)
         """The largest rank of a part, by linear layer and slot; 0: the adapter leaves the layer alone."""
         self.linears: list[AdapterWeights | ExpertAdapterWeights] = []
         """Of each linear layer, and of each product of a layer's experts."""
+
+    @property
+    def tokens(self) -> StepTokens | None:
+        """Returns the tokens of the step that is computed; None: none of them has an adapter."""
+        return self._running.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: StepTokens | None) -> None:
+        self._running.tokens = tokens
 
     def load(self, slot: int, adapter: HostAdapter) -> None:
         """Copies an adapter into a slot, counted from 1, on the current stream: steps launched later see it."""
@@ -39,3 +69,4 @@ class AdapterMemory:
             weights.a[slot - 1].copy_(a, non_blocking=True)
             weights.b[slot - 1].copy_(b, non_blocking=True)
         self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
+        (self.absorbing.add if adapter.absorbs else self.absorbing.discard)(slot)

@@ -6,17 +6,18 @@ any, as in steps of requests without adapters, the layers do nothing more than a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
 
-from sglang.srt.configs.adapters.config import CONFIG_NAME
+from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDING, HEADS
 from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.errors import UserError
-from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter
+from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter, StepTokens
 from sglang.srt.layers.expert_adapters import (
     EXPERT_MODULE,
     LAYER_OF,
@@ -26,10 +27,11 @@ from sglang.srt.layers.expert_adapters import (
     LayerExperts,
     ProductRows,
 )
+from sglang.srt.layers.latent_adapters import LatentAdapters, LatentDims
 from sglang.srt.layers.native_adapters import AdapterWeights, empty_slot
 from sglang.srt.layers.ops import ADD_ADAPTERS, ADD_EXPERT_ADAPTERS
-from sglang.srt.plan.adapters import EXPERT_MODULES, layer_matrices
-from sglang.srt.plan.ranks import ShardRange
+from sglang.srt.plan.adapters import EXPERT_MODULES, adds_to_pairs, most_products
+from sglang.srt.plan.ranks import ShardRange, whole
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
@@ -55,6 +57,8 @@ class Place:
     part: int
 
 
+_END = re.compile(rf"(?:(?:model|language_model)\.)*(?P<name>{'|'.join((EMBEDDING, *HEADS))})")
+"""The embedding or the output head in an adapter, whatever the model's checkpoints call it."""
 ASIDE = 17
 """Tokens from which A x has a stream of its own. Kernels of smaller products begin while the launch ahead of them
 ends, which a second stream would prevent."""
@@ -105,21 +109,33 @@ class AdapterLinear:
     def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In the CUDA
         graph of a large step A x is computed beside the product."""
-        layers, kernels = self.layers, self.layers.kernels
-        if layers.slots is None:
+        layers, kernels, tokens = self.layers, self.layers.kernels, self.layers.tokens
+        if tokens is None:
             return product()
-        assert len(layers.slots) == len(x), f"{len(x)} rows of a step of {len(layers.slots)} tokens"
+        assert len(tokens.slots) == len(x), f"{len(x)} rows of a step of {len(tokens.slots)} tokens"
         if layers.stream is None or len(x) < ASIDE or not torch.cuda.is_current_stream_capturing():
-            low, out = kernels.shrink(x, layers.ordered, self.weights), product()
+            low, out = kernels.shrink(x, tokens.ordered, self.weights), product()
         else:
             main = torch.cuda.current_stream()
             layers.stream.wait_stream(main)
             with torch.cuda.stream(layers.stream):
-                low = kernels.shrink(x, layers.ordered, self.weights, aside=True)
+                low = kernels.shrink(x, tokens.ordered, self.weights, aside=True)
             out = product()
             main.wait_stream(layers.stream)
-        kernels.expand(low, out, layers.ordered, self.weights)
+        kernels.expand(low, out, tokens.ordered, self.weights)
         return out
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
+        """Adds B A x of the adapters of some of a step's tokens to out [R, N], x [R, K]."""
+        kernels = self.layers.kernels
+        kernels.expand(kernels.shrink(x, tokens.ordered, self.weights), out, tokens.ordered, self.weights)
+
+    def look_up(self, ids: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        """Adds B times column ids - `first` of A of each token's adapter to out [T, N], where A has it; ids [T]."""
+        kernels, tokens = self.layers.kernels, self.layers.tokens
+        if tokens is not None:
+            low = kernels.look_up(ids, first, tokens.ordered, self.weights)
+            kernels.expand(low, out, tokens.ordered, self.weights)
 
     def empty(self, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zeros in main memory in the form of a slot's A and B."""
@@ -131,40 +147,73 @@ class AdapterLayers(AdapterMemory):
 
     def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
         assert plan.adapters is not None
-        super().__init__(plan.adapters, device, dtype, sum(1 for _ in layer_matrices(plan.weights)))
+        super().__init__(plan.adapters, device, dtype, most_products(plan.weights))
         self.kernels = plan.entry(ADD_ADAPTERS)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.ordered: Any = None
-        """The tokens of a step as the kernels take them."""
         self.names = names = plan.description.names.with_text_names()
         others = [i for i, layer in enumerate(plan.description.layers) if layer.on_other_stage]
         self.on_other_stages = tuple(
             prefix for i in others for prefix in (names.layer_prefix.format(layer=i), f"layers.{i}.")
         )
         """What names of modules begin with whose adapters other stages of the pipeline have."""
-        self.expert_kernels = plan.entry(ADD_EXPERT_ADAPTERS) if plan.description.experts else None
+        model = plan.description
+        here = {names.model["embed"]: model.first_stage, names.model["lm_head"]: model.last_stage}
+        self.ends_on_other_stages = frozenset(name for name, is_here in here.items() if not is_here)
+        """The embedding and the output head, if another stage has it."""
+        self.expert_kernels = plan.entry(ADD_EXPERT_ADAPTERS) if adds_to_pairs(model) else None
         self.experts_of: dict[str, AdapterExperts] = {}
         """The experts of a layer, by the layer's name without what stands before it."""
         self.shared_experts: dict[str, ExpertPlace] = {}
         """Modules of shared experts that are held among the routed ones."""
         self.places: dict[str, list[Place]] = {}
         """Where the rows of each module lie, by its name in the checkpoint."""
+        self.latents: dict[str, LatentAdapters] = {}
+        """Those of `kv_b_proj` of latent attention, by its name in the checkpoint."""
 
     def begin_step(self, slots: torch.Tensor | None) -> None:
-        """Begins a step of tokens with adapters in these slots."""
-        self.slots = slots
-        self.ordered = None if slots is None else self.kernels.order(slots, self.plan.slots)
+        """Begins a step of tokens with adapters in these slots, in this thread."""
+        self.tokens = None if slots is None else self.ordered(slots)
+
+    def ordered(self, slots: torch.Tensor) -> StepTokens:
+        """Returns tokens with adapters in these slots."""
+        return StepTokens(slots, self.kernels.order(slots, self.plan.slots))
+
+    def resumed(self, blocks: Iterator[None]) -> Iterator[None]:
+        """Yields as `blocks` does, between which another microbatch of the step may be computed in this thread."""
+        tokens = self.tokens
+        for _ in blocks:
+            yield
+            self.tokens = tokens
 
     def linear(self, shards: Sequence[ModuleRows]) -> AdapterLinear | None:
         """Returns memory for the adapters of a linear layer, whose rows are these slices one below the other; None for
         one that has none."""
-        if not self.plan.serves(shard.module for shard in shards):
+        return self._linear(shards) if self.plan.serves(shard.module for shard in shards) else None
+
+    def embedding(self, module: str, vocabulary: ShardRange, hidden_size: int) -> AdapterLinear | None:
+        """Returns memory for the adapters of the embedding, of which this rank has these rows; None: it has none."""
+        if not self.plan.serves_embedding or module in self.ends_on_other_stages:
             return None
+        return self._linear([ModuleRows(module, "", whole(hidden_size), vocabulary)])
+
+    def head(self, module: str, vocabulary: ShardRange, hidden_size: int) -> AdapterLinear | None:
+        """Returns memory for the adapters of the output head, of which this rank has these rows; None: it has none."""
+        return self._linear([ModuleRows(module, "", vocabulary, whole(hidden_size))]) if self.plan.serves_head else None
+
+    def _linear(self, shards: Sequence[ModuleRows]) -> AdapterLinear:
         linear = AdapterLinear(self, len(self.linears), shards)
         self.linears.append(linear.weights)
         for place in linear.places:
             self.places.setdefault(place.shard.module, []).append(place)
         return linear
+
+    def latent(self, module: str, dims: LatentDims) -> LatentAdapters | None:
+        """Returns memory for the adapters of a layer's `kv_b_proj`; None: it has none."""
+        if not self.plan.serves([module]):
+            return None
+        assert self.expert_kernels is not None
+        latents = self.latents[module] = LatentAdapters(self, self.expert_kernels, dims)
+        return latents
 
     def experts(
         self,
@@ -225,28 +274,38 @@ class AdapterLayers(AdapterMemory):
     def _names_of(self, module: str) -> tuple[str, str]:
         """Returns the names that a module of an adapter may have in the checkpoint."""
         name = self.names.canonical(f"{module}.weight").removesuffix(".weight")
+        end = _END.fullmatch(module)
+        if end is not None:
+            name = self.names.model["embed" if end["name"] == EMBEDDING else "lm_head"]
         return name, f"model.{name}"
 
     def _refuse_missing(self, files: AdapterFiles) -> None:
         """Raises UserError if the adapter lacks a linear layer that its config names."""
         there = {name for module in files.pairs for name in self._names_of(module)}
-        missing = next((name for name in self.places if name not in there and files.config.names(name)), None)
+        ours = (*self.places, *self.latents)
+        missing = next((name for name in ours if name not in there and files.config.names(name)), None)
         if missing is not None:
             raise UserError(
                 f"{files.folder}: {missing} has no lora_A and lora_B, but {CONFIG_NAME} names it in target_modules"
                 " (--lora-strict-loading)."
             )
 
-    def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | ExpertPlace | None:
+    def _target_of(self, module: str, files: AdapterFiles) -> ModulePlaces | LatentAdapters | ExpertPlace | None:
         """Returns where A and B of a module go; None: to another stage, whose ranks check it. Raises UserError if the
         model has none of that name or size."""
         names, pair = self._names_of(module), files.pairs[module]
-        if any(each.startswith(self.on_other_stages) for each in (names[0], LAYER_OF.sub(r"\1.", names[0]))):
+        if names[0] in self.ends_on_other_stages or any(
+            each.startswith(self.on_other_stages) for each in (names[0], LAYER_OF.sub(r"\1.", names[0]))
+        ):
             return None
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
         if place is not None:
             place.experts.check(place.module, pair, f"{files.folder}: {module}")
             return place
+        latents = next((self.latents[each] for each in names if each in self.latents), None)
+        if latents is not None:
+            latents.check(module, pair, str(files.folder))
+            return latents
         places = next((self.places[each] for each in names if each in self.places), None)
         if places is None or pair.experts:
             raise UserError(f"{files.folder}: {module} is not served: {self._why_not(module)}.")
@@ -272,10 +331,13 @@ class AdapterLayers(AdapterMemory):
         return ExpertPlace(experts, match["name"], number)
 
     def _why_not(self, module: str) -> str:
-        if not self.plan.serves([module]):
-            return f"it is none of --lora-target-modules {' '.join(sorted(self.plan.targets or ()))}"
+        targets = self.plan.targets
+        if targets is not None and not self.plan.serves([module]):
+            return f"it is none of --lora-target-modules {' '.join(sorted(targets))}"
+        if _END.fullmatch(module) is not None:
+            if not self.plan.ends:
+                return "start the server with --lora-target-modules all, or name it there"
+            return "the rows of the model's embedding are normalized"
         if ".experts." in module:
             return "no layer of the model has such an expert, or adapters of its experts are not computed"
-        if module.endswith(("embed_tokens", "lm_head", "unembed_tokens")):
-            return "adapters of the embedding and of the output head are not computed"
         return "it is no linear layer of this model that takes adapters"

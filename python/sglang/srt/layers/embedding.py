@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.groups import Group
+from sglang.srt.layers.adapter_memory import StepTokens
+from sglang.srt.layers.adapters import AdapterLayers, AdapterLinear
 from sglang.srt.layers.ops import EMBEDDING_ROWS, LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import values_of
@@ -62,7 +64,12 @@ class VocabParallelEmbedding:
             self.lengths = torch.empty((len(self.weight), 1), dtype=torch.float32, device=scope.device)
             scope.finish.append(functools.partial(_norm_rows, self.weight, self.lengths, norm_eps))
         self.first = self.group.rank * self.weight.shape[0]
+        self.adapters: AdapterLinear | None = None
         self.rows = scope.plan.entry(EMBEDDING_ROWS) if self.group.size > 1 or on_host else None
+
+    def take_adapters(self, layers: AdapterLayers, module: str, vocab_size: int) -> None:
+        """Takes memory for LoRA adapters, if `layers` has some for the embedding."""
+        self.adapters = layers.embedding(module, _vocab_rows(self.group, vocab_size), self.weight.shape[1])
 
     def multiply_by(self, scope: Scope) -> None:
         """Multiplies the rows, after loading, by the norm weight of this scope."""
@@ -76,7 +83,16 @@ class VocabParallelEmbedding:
     def __call__(self, ids: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
         """Returns the rows of the tokens. exchange: gathers the tokens of ranks that share the vocabulary but have
         tokens of their own."""
-        out = self._rows(ids, exchange)
+        return self._scaled(self._rows(ids, exchange))
+
+    def of_step(self, ids: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+        """Returns the rows as a call does, each with its token's LoRA adapter."""
+        if self.adapters is None:
+            return self(ids, exchange)
+        assert exchange is None, "attention groups take no adapters"
+        return self._scaled(self._rows(ids, None, self.adapters))
+
+    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.scale == 1.0 else out * self.scale
 
     def plain(self, ids: torch.Tensor) -> torch.Tensor:
@@ -89,7 +105,13 @@ class VocabParallelEmbedding:
         here = (ids - self.first).clamp(0, len(self.lengths) - 1)
         return self.group.all_reduce(_times(rows, F.embedding(here, self.lengths)), exact=True)
 
-    def _rows(self, ids: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+    def _rows(
+        self, ids: torch.Tensor, exchange: RowExchange | None, adapters: AdapterLinear | None = None
+    ) -> torch.Tensor:
+        if adapters is not None:  # of this rank's tokens, before the sum over the ranks
+            out = F.embedding(ids, self.weight) if self.rows is None else self.rows(ids, self.weight, self.first)
+            adapters.look_up(ids, self.first, out)
+            return out if self.group.size == 1 else self.group.all_reduce(out, exact=True)
         if self.rows is None:
             return F.embedding(ids, self.weight)
         if exchange is not None:
@@ -167,24 +189,30 @@ class LMHead:
             weight = _vocab_weight(scope, vocab_size, hidden_size, stored) if tied_to is None else tied_to.weight
             linear = scope.plan.entry(LINEAR)
             self.product = lambda hidden: linear(values_of(hidden), weight, out_dtype=torch.float32)
+        self.adapters: AdapterLinear | None = None
+        if scope.adapters is not None:
+            self.adapters = scope.adapters.head(scope.module(), rows, hidden_size)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.whole(self._columns(hidden))
+    def __call__(self, hidden: torch.Tensor, tokens: StepTokens | None = None) -> torch.Tensor:
+        """tokens: those of the rows with LoRA adapters."""
+        return self.whole(self._columns(hidden, tokens))
 
     def plain(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] without scale and cap."""
         assert self.product is not None
         return self.whole(self.product(hidden))
 
-    def of_step(self, hidden: torch.Tensor) -> torch.Tensor:
+    def of_step(self, hidden: torch.Tensor, tokens: StepTokens | None = None) -> torch.Tensor:
         """Returns the logits as a call does, but with many rows only this rank's columns (`is_shard`)."""
-        columns = self._columns(hidden)
+        columns = self._columns(hidden, tokens)
         return columns if len(columns) >= MIN_SHARDED_ROWS else self.whole(columns)
 
-    def _columns(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _columns(self, hidden: torch.Tensor, tokens: StepTokens | None) -> torch.Tensor:
         """Returns this rank's columns [R, C]; those behind its vocabulary rows are padding."""
         assert self.product is not None
         logits = self.product(hidden)
+        if tokens is not None and self.adapters is not None:
+            self.adapters.add(values_of(hidden), logits, tokens)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap
 

@@ -107,11 +107,11 @@ class AdapterExperts:
 
     def of_step(self) -> PairAdapters | None:
         """Returns what adapters add in the step that is computed; None: no token has one."""
-        slots = self.layers.slots
-        if slots is None:
+        tokens = self.layers.tokens
+        if tokens is None:
             return None
         weights = {each.product.name: each.weights for each in self.products}
-        return PairAdapters(self.kernels, slots, weights.get("w13"), weights.get("w2"))
+        return PairAdapters(self.kernels, tokens.slots, weights.get("w13"), weights.get("w2"))
 
     def check(self, module: str, pair: AdapterPair, source: str) -> None:
         """Raises UserError if the sizes of an adapter are not those of the experts, or no slots are for them."""

@@ -11,6 +11,7 @@ import torch
 Prepare = TypeVar("Prepare")
 Order = TypeVar("Order", covariant=True)
 Shrink = TypeVar("Shrink")
+LookUp = TypeVar("LookUp")
 Expand = TypeVar("Expand")
 Add = TypeVar("Add", covariant=True)
 
@@ -24,6 +25,7 @@ class AdapterWeights:
         b: [S, N, R], times the adapter's factor; columns behind the rank are not read
         ranks: [S] int32, the largest rank of a part; 0: the adapter leaves the layer alone
         parts: [N] int32, the part that each row belongs to
+        scales: [S, 2, N] fp32, by what an adapter multiplies the layer's output, and what it adds to it; None: 1 and 0
         tiles: what a kernel's `prepare` has made of them
     """
 
@@ -31,17 +33,19 @@ class AdapterWeights:
     b: torch.Tensor
     ranks: torch.Tensor
     parts: torch.Tensor
+    scales: torch.Tensor | None = None
     tiles: Any = None
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterKernels(Generic[Prepare, Order, Shrink, Expand]):
+class AdapterKernels(Generic[Prepare, Order, Shrink, LookUp, Expand]):
     """What is prepared for a layer's weights, how the tokens of a step are ordered by adapter once for all layers, and
-    the two products of a layer, A x and B times that, with the types of those here."""
+    the two products of a layer, A x (in an embedding a column of A) and B times that, with the types of those here."""
 
     prepare: Prepare
     order: Order
     shrink: Shrink
+    look_up: LookUp
     expand: Expand
 
 
@@ -65,13 +69,28 @@ def shrink(x: torch.Tensor, ordered: Any, weights: AdapterWeights, aside: bool =
     return low
 
 
-def expand(low: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
-    """Adds B times `shrink`'s result to out [T, N]."""
+def look_up(ids: torch.Tensor, first: int, ordered: Any, weights: AdapterWeights) -> torch.Tensor:
+    """Returns `shrink`'s result for inputs that are 1 in one place, a token's id minus `first` [T], and 0 elsewhere or
+    everywhere: column ids - first of A, zeros where A has no such column."""
+    low = torch.zeros((len(ids), *weights.a.shape[1:3]), dtype=weights.b.dtype, device=ids.device)
+    columns = ids - first
+    here = (columns >= 0) & (columns < weights.a.shape[3])
     for slot, rank, rows in _each_adapter(ordered, weights):
+        rows = rows[here[rows]]
+        low[rows, 0, :rank] = weights.a[slot, 0, :rank][:, columns[rows]].T
+    return low
+
+
+def expand(low: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
+    """Adds B times `shrink`'s result to out [T, N], which is scaled before."""
+    for slot, rank, rows in _each_adapter(ordered, weights):
+        kept = out[rows].float()
+        if weights.scales is not None:
+            kept = kept * weights.scales[slot, 0] + weights.scales[slot, 1]
         for part in range(weights.a.shape[1]):
             cols = torch.nonzero(weights.parts == part).flatten()
             delta = low[rows, part, :rank].float() @ weights.b[slot][cols, :rank].float().T
-            out[rows[:, None], cols] = (out[rows[:, None], cols].float() + delta).to(out.dtype)
+            out[rows[:, None], cols] = (kept[:, cols] + delta).to(out.dtype)
 
 
 def _each_adapter(slots: torch.Tensor, weights: AdapterWeights) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -147,5 +166,5 @@ def empty_slot(a: torch.Tensor, b: torch.Tensor, pinned: bool) -> tuple[torch.Te
     return one, other
 
 
-ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, expand)
+ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand)
 EXPERT_ADAPTERS = ExpertAdapterKernels(order_pairs, add_to_pairs)

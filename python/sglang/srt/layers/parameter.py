@@ -20,8 +20,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.cpu_experts.shared import CpuExperts
 from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
 from sglang.srt.layers.quantization.activations import Activations
-from sglang.srt.mem_cache.main_memory import map_memory
 from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.mem_cache.node_memory import ANYWHERE, RowNodes, map_on_nodes
 from sglang.srt.plan.ranks import ShardRange
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 from sglang.srt.plan.weight_spec import Matrix
@@ -196,12 +196,16 @@ class Scope:
     """CPUs that compute some of these."""
     made_for: torch.device | None = None
     """Device that reads the parameters if they lie in main memory."""
+    row_nodes: RowNodes = ANYWHERE
+    """Nodes of main memory among which their rows are then divided."""
 
     def in_main_memory(self) -> Scope:
-        """Returns the scope with parameters in main memory, each on pages of its own."""
+        """Returns the scope with parameters in main memory, each on pages of its own, and on the nodes of the CPUs that
+        compute with them."""
         if self.device.type == "meta":
             return self
-        return replace(self, device=torch.device("cpu"), made_for=self.device)
+        nodes = RowNodes(self.cpu_experts.nodes)
+        return replace(self, device=torch.device("cpu"), made_for=self.device, row_nodes=nodes)
 
     def sub(self, name: str | int) -> Scope:
         """Returns the scope of a child; its parameters go into the same collection."""
@@ -245,7 +249,7 @@ class Scope:
         if pinned and self.device.type == "cuda":
             tensor = _pinned(shape, dtype)
         elif self.made_for is not None:
-            tensor = _mapped(shape, dtype)
+            tensor = _mapped(shape, dtype, self.row_nodes)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         parts = {PartKey(): TensorPart(shape)} if parts is None else parts
@@ -253,11 +257,11 @@ class Scope:
         return tensor
 
 
-def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype, placed: RowNodes) -> torch.Tensor:
     """Allocates main memory that is alone on its pages. Raises UserError if there is not enough."""
     size = torch.Size(shape).numel() * dtype.itemsize
     try:
-        return map_memory(size).view(dtype).view(shape)
+        return map_on_nodes(shape, dtype, placed)
     except OSError as error:
         raise UserError(
             f"{size / 1024**3:.2f} GiB of main memory cannot be had for the experts of a layer ({error}). Free memory"

@@ -169,8 +169,15 @@ class DeviceState:
             self._add_media(batch, arrays, step.prompts.media, shape.num_decodes)
         batch.num_valid_tokens = num_valid_tokens
         if attends:
-            batch.metadata = self.attention.metadata(batch, in_graph=step is None)
+            absorbs = step is not None and self.adapters is not None and self._absorbs(step)
+            batch.metadata = self.attention.metadata(batch, in_graph=step is None, absorbs=absorbs)
         return batch
+
+    def _absorbs(self, step: StepInput) -> bool:
+        """Returns whether an adapter of the step changes what is made of latents."""
+        assert self.adapters is not None and self.model.adapters is not None
+        absorbing = self.model.adapters.absorbing
+        return bool(absorbing) and not absorbing.isdisjoint(self.adapters.host[step.slots].tolist())
 
     def _adapter_slots(self, batch: ForwardBatch, arrays: DeviceArrays, shape: StepShape) -> torch.Tensor:
         """Returns the slot of each token's adapter [T] int32."""

@@ -293,14 +293,16 @@ class GraphRunner:
             ranks = self.groups.attention.size
             sampled_rows = RowExchange(self.groups, -(-self._num_sampled(shape) // ranks) * ranks, exact=True)
         hidden = sampled = self.stage.compute(batch)
+        rows = None
         kept = None
         if self.drafts is not None:
             kept = hidden  # the graph behind this one reads it
         elif shape.has_prompts or self.keeps_hidden:
             kept = self._hidden[shape.has_prompts].keep(hidden)
         if shape.has_prompts:
-            sampled = hidden[arrays["last_rows"][: self._num_sampled(shape)]]
-        logits = model.step_logits(sampled, sampled_rows)
+            rows = arrays["last_rows"][: self._num_sampled(shape)]
+            sampled = hidden[rows]
+        logits = model.step_logits(sampled, sampled_rows, model.slots_of_rows(batch, rows))
         if shape.has_prompts or logits.nbytes > SMALL_BYTES or not logits.is_contiguous():
             logits = self._logits[shape.has_prompts].keep(logits)
         self.outputs[shape] = ModelOutput(batch, arrays, kept, logits)

@@ -220,7 +220,9 @@ class GroupOutput:
         moved = LogprobRequest(
             request.top_nums, request.token_ids, request.row_requests, np.arange(len(hidden)), request.targets
         )
-        packed = prompt_logprobs(hidden, self.model.logits, moved, self.model.description.vocab_size)
+        packed = prompt_logprobs(
+            hidden, lambda chosen, rows: self.model.logits(chosen), moved, self.model.description.vocab_size
+        )
         return LogprobResult(packed, request)
 
     def _hidden(self, forward: LaunchedForward, group: int, rows: np.ndarray | None) -> torch.Tensor | None:

@@ -360,10 +360,11 @@ class ModelRunner:
             self.launches.count_two_batch(step)
         if loads is not None:
             loads.finish()
-        sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]
+        rows = None if step.prompts is None else arrays["last_rows"]
+        sampled = hidden if rows is None else hidden[rows]
         if step.groups is not None:
             sampled = sampled[: step.groups.num_sampled[self.groups.dp.rank]]
-        logits = self.model.step_logits(sampled, sampled_rows)
+        logits = self.model.step_logits(sampled, sampled_rows, self.model.slots_of_rows(batch, rows))
         return self.output.launched(step, ModelOutput(batch, arrays, hidden, logits))
 
     @torch.inference_mode()

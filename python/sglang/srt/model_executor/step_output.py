@@ -62,7 +62,7 @@ class StepOutput:
             step.sampled_slots,
             output.batch.positions[last_rows] + 1,
             output,
-            self._prompt_logprobs(step, output.hidden),
+            self._prompt_logprobs(step, output),
             hidden,
         )
 
@@ -91,12 +91,16 @@ class StepOutput:
         inside = torch.arange(step.width, device=slots.device) < arrays["widths"][: len(slots), None]
         return torch.where(inside, slots[:, None], 0).flatten(), host_slots
 
-    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> LogprobResult | None:
-        assert step.prompts is not None
+    def _prompt_logprobs(self, step: StepInput, output: ModelOutput) -> LogprobResult | None:
+        assert step.prompts is not None and output.hidden is not None
         request = step.prompts.prompt_logprobs
         if request is None or not self.samples:
             return None
-        packed = prompt_logprobs(hidden, self.model.logits, request, self.model.description.vocab_size)
+
+        def project(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return self.model.logits(hidden, self.model.slots_of_rows(output.batch, rows))
+
+        packed = prompt_logprobs(output.hidden, project, request, self.model.description.vocab_size)
         return LogprobResult(packed, request)
 
     def _hidden(self, step: StepInput, hidden: torch.Tensor | None) -> torch.Tensor | None:

@@ -66,11 +66,12 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
                 fill_random(part.params, seed)
             else:
                 load_checkpoint(part, str(Path(plan.model.model_path) / folder), getattr(torch, plan.dtype))
+        in_main_memory = _in_main_memory(model)
         for step in model.finish:
             step()
     # The collectives that follow have a time limit, and files come at different speeds.
     parallel_state.wait_for_all_ranks()
-    if _in_main_memory(model):
+    if in_main_memory:
         for path in files:
             page_cache.forget(path)
     num_bytes = sum(p.tensor.nbytes for part in (model, *model.beside.values()) for p in part.params.values())

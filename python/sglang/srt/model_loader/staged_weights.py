@@ -53,6 +53,10 @@ class ServedWeights:
         self.draft_path = None if plan.draft is None else plan.draft.config.model_path
         self.sent: dict[str, torch.Tensor] = {}
         """Tensors that were sent since, in main memory: kept where a layer's other tensors are needed again."""
+        self.replaced = False
+        """Whether another directory's weights have taken the place of the first ones."""
+        self.written = False
+        """Whether tensors that were sent were written and not kept, so that the directory has not what is served."""
         self.sent_to_draft: dict[str, torch.Tensor] = {}
 
     def refuse(self) -> str:
@@ -80,7 +84,7 @@ class ServedWeights:
         plan, dtype = self.plan, getattr(torch, self.plan.dtype)
 
         def fill(part: Loadable, folder: str, tensors: Tensors) -> None:
-            if load_format == "dummy" and path is None:
+            if load_format == "dummy" and path is None and not self.replaced:
                 fill_random(part.params, seed)
                 put(part, tensors)
             else:
@@ -114,6 +118,41 @@ class ServedWeights:
         )
         return pairs
 
+    # --- weights whose memory has lost them ---------------------------------------------------------------------------
+
+    def problem_of_reading(self) -> str:
+        """Returns why the weights cannot be read again; "" if they can."""
+        if self.plan.expert_slots is not None:
+            return "experts lie in main memory (--enable-paged-experts), of which there is no room for a second copy"
+        if self.model.beside and not self._reads_in_place:
+            return "the model has parts with checkpoints of their own"
+        return ""
+
+    def read_again(self, load_format: str, seed: int) -> None:
+        """Reads the weights of the directory, and what was sent since, into the served memory: at once where the
+        parameters are what the kernels read, else by way of a second copy. Raises UserError."""
+        if not self._reads_in_place:
+            commit(self.stage(None, self.sent, self.sent_to_draft, load_format, seed, self.place()))
+            return
+        beside = [(part, str(Path(self.path) / folder)) for folder, part in self.model.beside.items()]
+        with torch.inference_mode():
+            for part, folder in [(self.model, self.path), *beside]:
+                if load_format == "dummy" and not self.replaced:
+                    fill_random(part.params, seed)
+                else:
+                    load_checkpoint(part, folder, getattr(torch, self.plan.dtype))
+
+    def tensors_read_again(self) -> list[torch.Tensor]:
+        """Returns the tensors that `read_again` writes: no others may be lost."""
+        if not self._reads_in_place:
+            return [tensor for _, tensor in self.tensors() if _is_dense(tensor)]
+        return [p.tensor for part in (self.model, *self.model.beside.values()) for p in part.params.values()]
+
+    @property
+    def _reads_in_place(self) -> bool:
+        beside = self.model.beside.values()
+        return self.takes_single_tensors and all(map(_changes_nothing, (step for p in beside for step in p.finish)))
+
     def place(self) -> str:
         """Returns where a second copy has room: the model's device, or the CPU. Raises UserError if nowhere."""
         need = int(self.num_bytes() * ROOM)
@@ -141,18 +180,36 @@ class ServedWeights:
 
     # --- tensors written at once --------------------------------------------------------------------------------------
 
-    @property
-    def parts(self) -> list[Loadable]:
-        """Returns what tensors may be sent for: the model, and its draft."""
-        draft = [] if self.draft is None else [part for part, _ in self.draft.loadables()]
-        return [self.model, *draft]
+    def parts(self, selector: str = "all") -> list[Loadable]:
+        """Returns what tensors are sent for. A draft with a checkpoint of its own has other tensors of the same names,
+        and gets only those that are sent for drafts."""
+        drafts = [] if self.draft is None else self.draft.loadables()
+        has_checkpoint = self.draft_path != self.plan.model.model_path
+        if selector == "all":
+            drafts = [(part, folder) for part, folder in drafts if not (has_checkpoint and folder == self.draft_path)]
+        target: list[Loadable] = [] if selector == "draft" else [self.model]
+        return target if selector == "target" else [*target, *(part for part, _ in drafts)]
 
     @property
     def takes_single_tensors(self) -> bool:
         """Returns whether the parameters are what the kernels read, so that each tensor can be written at once."""
         return self.plan.model.quantization is None and all(
-            bool(part.params) and all(map(_changes_nothing, part.finish)) for part in self.parts
+            bool(part.params) and all(map(_changes_nothing, part.finish))
+            for selector in ("target", "draft")
+            for part in self.parts(selector)
         )
+
+    def replaceable(self, selector: str) -> list[torch.Tensor]:
+        """Returns what tensors that are sent replace, once all of them are."""
+        if not self.takes_single_tensors:
+            return [tensor for _, tensor in self.tensors(selector)]
+        return [param.tensor for part in self.parts(selector) for param in part.params.values()]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's elements lie beside one another, in any order."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel()
 
 
 def _changes_nothing(step: Any) -> bool:

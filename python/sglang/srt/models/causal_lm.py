@@ -50,6 +50,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
+from sglang.srt.layers.adapter_memory import StepTokens
 from sglang.srt.layers.adapters import AdapterLayers
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
@@ -225,6 +226,8 @@ def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbeddin
         model.stored_vocab_size,
         model.embedding.on_host,
     )
+    if norm is None and scope.adapters is not None:
+        embedding.take_adapters(scope.adapters, scope.sub("embed").module(), model.vocab_size)
     if norm is not None and norm.weighted:
         embedding.multiply_by(scope.sub("embed_norm"))
     return embedding
@@ -420,7 +423,8 @@ class CausalLM:
         for number, layer in enumerate(self.layers):
             if batch.loads is not None:
                 batch.loads.before(number)
-            yield from layer.by_block(stream, batch)
+            blocks = layer.by_block(stream, batch)
+            yield from blocks if self.adapters is None else self.adapters.resumed(blocks)
             if rows is not None and number < num_levels and layer.blocks:
                 rows.add_behind(number, residual.partial_sum(stream))
         if not self.description.last_stage:
@@ -444,13 +448,15 @@ class CausalLM:
         batch.layer_outputs |= dict(zip(layers, aux, strict=True))
         return rows.contiguous()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits [R, V] fp32 of hidden [R, H] on every rank."""
+    def logits(self, hidden: torch.Tensor, adapter_slots: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns logits [R, V] fp32 of hidden [R, H] on every rank. adapter_slots [R] int32: as in ForwardBatch."""
         if self.head is None:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
-        return self.head(hidden)
+        return self.head(hidden, self._head_tokens(adapter_slots))
 
-    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+    def step_logits(
+        self, hidden: torch.Tensor, exchange: RowExchange | None, adapter_slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns logits as `logits` does, or, with many rows and several ranks, this rank's columns
         (`LMHead.of_step`). exchange: gathers the rows of all attention groups, and the logits are then of all these
         rows, padding included."""
@@ -458,14 +464,25 @@ class CausalLM:
             return self.logits(hidden)
         if exchange is not None and not self.vocab_is_in_group:
             hidden = exchange.gather(hidden)
-        return self.head.of_step(hidden)
+        return self.head.of_step(hidden, self._head_tokens(adapter_slots))
+
+    def slots_of_rows(self, batch: ForwardBatch, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the slot of the adapter of each of these rows of a step [R] int32, None: of all, for the output head;
+        None: it has no adapters."""
+        slots = batch.adapter_slots
+        if slots is None or self.head is None or self.head.adapters is None:
+            return None
+        return slots if rows is None else slots[rows]
+
+    def _head_tokens(self, adapter_slots: torch.Tensor | None) -> StepTokens | None:
+        return None if adapter_slots is None or self.adapters is None else self.adapters.ordered(adapter_slots)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns the embeddings [T, H] of the token ids, with image features in their places."""
         assert self.embed is not None, "the first stage has it"
         ids, rows = batch.input_ids, batch.embedding_rows
         exchange = None if self.vocab_is_in_group else batch.exchange
-        embedded = self.embed(ids, exchange)
+        embedded = self.embed.of_step(ids, exchange)
         if rows is not None:
             embedded = rows.put(embedded)
         if self.layer_inputs is not None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.configs.adapters.arguments import MODULES_OF, named_adapters
-from sglang.srt.configs.adapters.config import MAX_RANK
+from sglang.srt.configs.adapters.config import EMBEDDING, HEADS, MAX_RANK
 from sglang.srt.configs.adapters.files import AdapterFiles, read_adapter_files
 from sglang.srt.configs.quant_scheme import EXL3
 from sglang.srt.errors import UserError
@@ -30,8 +31,9 @@ RANK_MULTIPLE = 16
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """The memory for adapters on a device. `slots`: adapters at once; `rank`: the largest that one may have; `targets`:
-    last names of the modules that may have A and B, None: all linear layers; `shared_outer`: A of gate and up and B of
-    down are the same for all experts of a layer."""
+    last names of the modules that may have A and B, None: all linear layers of the decoder's layers; `ends`: then the
+    embedding and the output head, too; `shared_outer`: A of gate and up and B of down are the same for all experts of a
+    layer."""
 
     slots: int
     rank: int
@@ -39,6 +41,7 @@ class AdapterPlan:
     shared_outer: bool = False
     strict: bool = False
     """Whether an adapter must have each linear layer that its config names."""
+    ends: bool = False
 
     @property
     def room(self) -> int:
@@ -53,6 +56,16 @@ class AdapterPlan:
         """Returns whether a product of experts, made of these matrices (gate, up, down), has memory for adapters."""
         return self.targets is None or any(not EXPERT_MODULES[part].isdisjoint(self.targets) for part in parts)
 
+    @property
+    def serves_embedding(self) -> bool:
+        """Returns whether the embedding has memory for adapters."""
+        return self.ends if self.targets is None else EMBEDDING in self.targets
+
+    @property
+    def serves_head(self) -> bool:
+        """Returns whether the output head has memory for adapters."""
+        return self.ends if self.targets is None else not self.targets.isdisjoint(HEADS)
+
     def num_bytes(self, of_rank: RankWeights, dtype: str) -> int:
         """Returns the bytes of A and B of all slots on a rank."""
         elements = 0
@@ -61,6 +74,13 @@ class AdapterPlan:
                 elements += self._of_experts(matrix)
             elif self.serves(of_rank.model.names.layer_module(layer, matrix.name, part) for part in matrix.parts):
                 elements += self.room * (len(matrix.parts) * matrix.cols + matrix.rows)
+        for layer, heads in latent_layers(of_rank):
+            if self.serves([of_rank.model.names.layer_module(layer, "attn.kv_b")]):
+                rows = heads.shares(of_rank.ranks.attn_tp_size).padded_heads * (heads.nope_dim + heads.v_dim)
+                elements += self.room * (rows + 2 * heads.kv_lora_rank)
+        model, head = of_rank.model, of_rank.head
+        num_ends = (model.first_stage and self.serves_embedding) + (model.last_stage and self.serves_head)
+        elements += num_ends * self.room * (head.rows + head.cols)
         return self.slots * elements * KV_DTYPE_BYTES[dtype]
 
     def _of_experts(self, matrix: Matrix) -> int:
@@ -75,8 +95,27 @@ class AdapterPlan:
     def describe(self) -> dict[str, Any]:
         """Describes the plan for /server_info."""
         targets = "all" if self.targets is None else sorted(self.targets)
+        if self.targets is None and not self.ends:
+            targets = "all but embed_tokens and lm_head"
         described = {"slots": self.slots, "max_rank": self.rank, "target_modules": targets}
         return described | ({"experts_shared_outer": True} if self.shared_outer else {})
+
+
+def most_products(of_rank: RankWeights) -> int:
+    """Returns a number that the products of a rank which have memory for adapters do not exceed."""
+    return sum(1 for _ in layer_matrices(of_rank)) + 2 * sum(1 for _ in latent_layers(of_rank)) + 2
+
+
+def latent_layers(of_rank: RankWeights) -> Iterator[tuple[int, MLA]]:
+    """Yields the layers of a rank with latent attention, whose `kv_b_proj` is no linear layer."""
+    for layer, (spec, weights) in enumerate(zip(of_rank.model.layers, of_rank.layers, strict=True)):
+        if weights and spec.mixer.latent_heads is not None:
+            yield layer, spec.mixer.latent_heads
+
+
+def adds_to_pairs(model: ModelDescription) -> bool:
+    """Returns whether adapters of the model need the kernels of experts: of pairs of a token and an expert or head."""
+    return model.experts is not None or any(layer.mixer.latent_heads for layer in model.layers)
 
 
 def layer_matrices(of_rank: RankWeights) -> Iterator[tuple[int, Matrix]]:
@@ -105,7 +144,8 @@ def plan_adapters(args: ServerArgs) -> AdapterPlan | None:
         if each.largest_rank > rank:
             raise UserError(f"{each.folder} has rank {each.largest_rank}, above --max-lora-rank {rank}.")
     shared = args.experts_shared_outer_loras or (shares_outer(files) and not args.no_experts_shared_outer_loras)
-    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, shared, args.lora_strict_loading)
+    ends = args.lora_target_modules == ["all"]
+    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, shared, args.lora_strict_loading, ends)
 
 
 def shares_outer(adapters: Sequence[AdapterFiles]) -> bool:

@@ -123,6 +123,11 @@ class MixerDefaults(Protocol):
         return None
 
     @property
+    def latent_heads(self) -> Any:
+        """The heads of any latent attention, an MLA: those whose keys and values `kv_b_proj` makes of latents."""
+        return None
+
+    @property
     def block_indexer(self) -> Any:
         """The indexer that selects blocks of tokens for each KV head."""
         return None

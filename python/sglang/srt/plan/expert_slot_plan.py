@@ -62,7 +62,9 @@ class ExpertSlotPlan:
     """Experts in each of the buffers."""
     host_bytes: int
     processes: int
-    """Ranks of this machine, each with such a bank."""
+    """Ranks of this machine."""
+    banks: int
+    """Banks in its main memory: replicas share those of their ranks."""
     decode_one: float
     decode_eight: float
     prompt: float
@@ -103,7 +105,8 @@ class ExpertSlotPlan:
         return cls(**described)
 
     def __str__(self) -> str:
-        ranks = f" for each of {self.processes} ranks" if self.processes > 1 else ""
+        ranks = f" for each of {self.banks} ranks" if self.banks > 1 else ""
+        ranks += f", which {self.processes // self.banks} replicas share" if self.processes > self.banks else ""
         cpus = f" with {self.cpu_threads} threads of CPUs" if self.cpu_threads else ""
         return (
             f"experts of {self.layers} layers in main memory: {self.host_bytes / GIB:.2f} GiB{ranks}, {self.slots} of"

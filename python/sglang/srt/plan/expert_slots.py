@@ -220,7 +220,8 @@ def _check_main_memory(planner: Planner) -> None:
     if free is None:
         return
     model, parallel = planner.describe()
-    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel.ranks)
+    needed = _host_bytes(planner) * banks_of(planner.args, parallel.ranks)
+    needed += host_table_bytes(model, parallel) * processes_of(planner.args, parallel.ranks)
     usable = max(free - SYSTEM_RESERVE, free // 2)
     if needed > usable:
         raise DoesNotFit(
@@ -231,6 +232,11 @@ def _check_main_memory(planner: Planner) -> None:
 def processes_of(args: ServerArgs, ranks: RankLayout) -> int:
     """Returns the number of ranks on one machine."""
     return -(-ranks.world_size * args.dp_size // args.nnodes)
+
+
+def banks_of(args: ServerArgs, ranks: RankLayout) -> int:
+    """Returns the number of banks in the main memory of one machine: replicas share theirs, unless Ray places them."""
+    return processes_of(args if args.use_ray else replace(args, dp_size=1), ranks)
 
 
 def _host_bytes(planner: Planner) -> int:
@@ -264,8 +270,9 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     dense = memory.weights - total * share - BUFFERS * buffered * max(layers) / experts
     chosen = _fewest(model) / parallel.ranks.ep_size
 
+    banks = banks_of(planner.args, parallel.ranks)
     sizes = ExpertSlotPlan(
-        len(layers), experts, counts.slots, buffered, total, processes, 0.0, 0.0, 0.0,
+        len(layers), experts, counts.slots, buffered, total, processes, banks, 0.0, 0.0, 0.0,
         trial.capacity.sizes.tokens_per_step, chosen, rate,
     )  # fmt: skip
 

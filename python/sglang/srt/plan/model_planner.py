@@ -17,7 +17,7 @@ from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
-from sglang.srt.plan.adapters import check_adapters, plan_adapters
+from sglang.srt.plan.adapters import adds_to_pairs, check_adapters, plan_adapters
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
 from sglang.srt.plan.cpu_experts import (
@@ -214,7 +214,7 @@ class ModelPlanner:
         wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
         if adapters is not None:
             check_adapters(adapters, model)
-            ops = ("add_adapters", "add_expert_adapters") if model.experts else ("add_adapters",)
+            ops = ("add_adapters", "add_expert_adapters") if adds_to_pairs(model) else ("add_adapters",)
             wanted = (*wanted, *(Need(op, q_dtype=parallel.dtype) for op in ops))
         chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()

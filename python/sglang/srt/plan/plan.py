@@ -407,9 +407,9 @@ def _with_host_cache(
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         taken = memory.weights + memory.caches if plan.device == "cpu" else 0
-        of_experts = 0 if trial.expert_slots is None else trial.expert_slots.host_bytes
-        pinned = host_table_bytes(everything, parallel) + (0 if plan.device == "cpu" else of_experts)
-        host_bytes = max(0, host_bytes - taken - pinned * processes)
+        slots = trial.expert_slots
+        of_experts = 0 if slots is None or plan.device == "cpu" else slots.host_bytes * slots.banks
+        host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes - of_experts)
     ranks_share = ranks_share_caches(everything, parallel)
     weights = RankBytes(memory.weights, int(memory.weights * active_share(everything)))
     alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.ranks.attn_dp_size == 1

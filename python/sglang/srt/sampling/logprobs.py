@@ -114,11 +114,15 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobR
 
 
 def prompt_logprobs(
-    hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], request: LogprobRequest, vocab_size: int
+    hidden: torch.Tensor,
+    project: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    request: LogprobRequest,
+    vocab_size: int,
 ) -> torch.Tensor:
     """Computes packed [R, W] int32 results of prompt tokens, in host memory once an event recorded after this call has
-    passed. hidden: [T, H] of a step, whose rows `request` names; `project` maps hidden rows to fp32 logits and is
-    called in chunks, which bound the device's memory: one request with many columns widens the rows of all."""
+    passed. hidden: [T, H] of a step, whose rows `request` names; `project` maps hidden rows, and their numbers, to fp32
+    logits and is called in chunks, which bound the device's memory: one request with many columns widens the rows of
+    all."""
     assert request.rows is not None and request.targets is not None and request.row_requests is not None
     sent = send(hidden.device, rows=request.rows, targets=request.targets)
     chunk = max(1, MAX_CHUNK_ELEMENTS // vocab_size)
@@ -126,7 +130,8 @@ def prompt_logprobs(
     packed = torch.empty(size, dtype=torch.int32, pin_memory=hidden.is_cuda)
     for start in range(0, len(request.rows), chunk):
         part = slice(start, min(start + chunk, len(request.rows)))
-        logits = project(hidden[sent["rows"][part]])
+        rows = sent["rows"][part]
+        logits = project(hidden[rows], rows)
         block = token_logprobs(logits, sent["targets"][part], request.part(range(part.start, part.stop)))
         packed[part].copy_(block, non_blocking=True)
     return packed

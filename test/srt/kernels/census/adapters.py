@@ -28,12 +28,54 @@ def launch_adapters() -> None:
             empty(SLOTS, rows, room),
             empty(SLOTS, dtype=torch.int32),
             empty(rows, dtype=torch.int32),
-            adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
+            tiles=adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
         )
         with named("add_adapters", "all"):
             chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
             low = adapters.shrink(empty(tokens, size), chunks, weights)
             adapters.expand(low, empty(tokens, rows), chunks, weights)
+
+
+def launch_adapters_of_ends() -> None:
+    """Those of the embedding, of the output head, whose logits are in 32 bits, and of layers whose output adapters
+    scale."""
+    for room, tokens in itertools.product((16, 64, 128), (1, 100, 2000)):
+        for rows, size, end in ((4096, 151936, "embedding"), (151936, 4096, "head"), (6144, 4096, "scaled")):
+            weights = AdapterWeights(
+                empty(SLOTS, 1, room, size),
+                empty(SLOTS, rows, room),
+                empty(SLOTS, dtype=torch.int32),
+                empty(rows, dtype=torch.int32),
+                empty(SLOTS, 2, rows, dtype=torch.float32) if end == "scaled" else None,
+                adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
+            )
+            with named("add_adapters", end):
+                chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
+                if end == "embedding":
+                    low = adapters.look_up(empty(tokens, dtype=torch.int64), 0, chunks, weights)
+                else:
+                    low = adapters.shrink(empty(tokens, size), chunks, weights)
+                out = empty(tokens, rows, dtype=torch.float32 if end == "head" else torch.bfloat16)
+                adapters.expand(low, out, chunks, weights)
+
+
+def launch_latent_adapters() -> None:
+    """Those of `kv_b_proj`, of 16 heads with latents of 512 numbers and rotary keys of 64."""
+    heads, latent, rotary = 16, 512, 64
+    for room, tokens, dim in itertools.product((16, 64, 128), (1, 1000), (128, 192)):
+        ids = empty(tokens, heads, dtype=torch.int32)
+        queries = empty(tokens * heads, dim + rotary)[:, :dim]
+        absorbed = empty(tokens * heads, latent + rotary)[:, :latent]
+        sides = (
+            (queries, absorbed, empty(SLOTS, heads, 1, room, dim), empty(SLOTS, 1, latent, room)),
+            (empty(tokens * heads, latent), empty(tokens * heads, dim), empty(SLOTS, 1, 1, room, latent),
+             empty(SLOTS, heads, dim, room)),
+        )  # fmt: skip
+        with named("add_expert_adapters", "latents"):
+            pairs = expert_adapters.order_pairs(empty(tokens, dtype=torch.int32), ids, SLOTS, heads)
+            for x, out, a, b in sides:
+                ranks, parts = empty(SLOTS, dtype=torch.int32), empty(out.shape[1], dtype=torch.int32)
+                expert_adapters.add_to_pairs(x, out, pairs, ExpertAdapterWeights(a, b, ranks, parts, heads))
 
 
 def launch_expert_adapters() -> None:

@@ -38,7 +38,7 @@ from sglang.srt.plan.model_description import describe_model
 from ...layers.moe.shipped_products import shipped_products
 from ..published import configs, described
 from . import launch_all
-from .adapters import launch_adapters, launch_expert_adapters
+from .adapters import launch_adapters, launch_adapters_of_ends, launch_expert_adapters, launch_latent_adapters
 from .every_model import launch_norms
 from .gqa import launch_attention, launch_rope_stores
 from .inputs import CONTEXT, LAUNCHED, REQUESTS, SLOTS, empty, few_as_rounded, tiles_of
@@ -85,7 +85,9 @@ def launch_between(arch: ArchTraits, done: set[object]) -> None:
     _routers()
     _pages()
     launch_adapters()
+    launch_adapters_of_ends()
     launch_expert_adapters()
+    launch_latent_adapters()
     _drafts_of_convolutions()
     _selections()
 

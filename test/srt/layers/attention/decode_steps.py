@@ -54,8 +54,13 @@ class OneLayer:
     def store(self, loc: torch.Tensor, ids: torch.Tensor) -> None:
         self.cache.k[loc], self.cache.v[loc] = self.k[ids], self.v[ids]
 
-    def step_logits(self, hidden: torch.Tensor, exchange: None = None) -> torch.Tensor:
+    def step_logits(
+        self, hidden: torch.Tensor, exchange: None = None, adapter_slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return hidden
+
+    def slots_of_rows(self, batch: ForwardBatch, rows: torch.Tensor | None) -> None:
+        """Of LoRA adapters: there are none."""
 
 
 class DecodeSteps:

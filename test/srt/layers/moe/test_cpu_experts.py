@@ -12,7 +12,7 @@ import torch
 
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.cpu_cores import cores, threads_on_cores
+from sglang.srt.hardware.cpu_cores import ANY_CPU, ThreadPlaces, cores
 from sglang.srt.layers.moe.cpu_experts import library, measured, ops
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.cpu_experts.ops import DONE, FETCHED, MAX_PAIRS, MAX_TOKENS, TOKENS, TOP_K, WHOLE, Request
@@ -20,8 +20,10 @@ from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool
 from sglang.srt.layers.moe.cpu_experts.shared import CpuExperts
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.slot_ops import SlotTables
+from sglang.srt.mem_cache.node_memory import first_row
 from srt.layers.moe.moe_harness import NATIVE, Case, make_case
 
+ONE, TWO = ThreadPlaces((ANY_CPU,)), ThreadPlaces((ANY_CPU,) * 2)
 BOUND = 4e-3
 """Root mean square of the error by that of the results; bfloat16 between the products is 1.6e-3 of it."""
 FORMS = {
@@ -82,7 +84,7 @@ def test_products_of_every_form(form: str, avx2: bool) -> None:
         if tokens > 1:
             ids[0] = -1
             ids[1, 1:] = -1
-        pool = CpuExpertPool([-1, -1], MAX_TOKENS, MAX_PAIRS, avx2)
+        pool = CpuExpertPool(TWO, MAX_TOKENS, MAX_PAIRS, avx2)
         got = pool.run(pool.add_layer(case.w13, case.w2, activation), case.x, case.weights, ids)
         error = error_of(got, in_fp32(case, ids, activation))
         assert error < BOUND, f"{pool.kernels}: {error:.1e}"
@@ -100,7 +102,7 @@ def test_other_activations(activation: Activation) -> None:
         case.w13 = ExpertWeights(
             case.w13.data[:, :half].contiguous(), case.w13.scheme, case.w13.scale[:, :1].contiguous()
         )
-    pool = CpuExpertPool([-1], MAX_TOKENS, MAX_PAIRS)
+    pool = CpuExpertPool(ONE, MAX_TOKENS, MAX_PAIRS)
     got = pool.run(pool.add_layer(case.w13, case.w2, activation), case.x, case.weights, case.ids)
     assert error_of(got, in_fp32(case, case.ids, activation)) < BOUND
 
@@ -109,15 +111,36 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     case = make_case("mxfp4", 7, 8, 3, hidden=256, inter=192)
     results = []
     for threads in (1, 2, 5):
-        pool = CpuExpertPool([-1] * threads, MAX_TOKENS, MAX_PAIRS)
+        pool = CpuExpertPool(ThreadPlaces((ANY_CPU,) * threads), MAX_TOKENS, MAX_PAIRS)
         layer = pool.add_layer(case.w13, case.w2, SILU)
         results += [pool.run(layer, case.x, case.weights, case.ids) for _ in range(20)]
         assert pool.totals().steps == 20
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("form", ["bf16", "fp8_block", "nvfp4 planes", "mxfp4 packed"])
+@pytest.mark.parametrize("node_of", [(0, 1), (0, 1, 1), (1, 1), (0, 2, 2, 1)], ids=str)
+def test_rows_on_several_nodes_give_the_same_bits(form: str, node_of: tuple[int, ...]) -> None:
+    """Where threads of a node have nothing left they take rows of others; a node may have no thread."""
+    scheme, features, _ = FORMS[form]
+    case = make_case(scheme, 7, 8, 3, hidden=384, inter=160, features=features)
+    nodes = tuple(range(max(node_of) + 1))
+    one, several = (
+        CpuExpertPool(places, MAX_TOKENS, MAX_PAIRS)
+        for places in (ONE, ThreadPlaces((-1,) * len(node_of), nodes, node_of))
+    )
+    results = [
+        pool.run(pool.add_layer(case.w13, case.w2, SILU), case.x, case.weights, case.ids) for pool in (one, several)
+    ]
+    assert torch.equal(*results) and results[0].any()
+    numbers = [
+        (rows, count, node) for rows in (15, 160, 384, 2880) for count in (1, 2, 3, 4) for node in range(count + 1)
+    ]
+    assert [one.library.cpu_experts_first_row(*each) for each in numbers] == [first_row(*each) for each in numbers]
+
+
 def test_other_forms_are_refused_by_name() -> None:
-    pool = CpuExpertPool([-1], MAX_TOKENS, MAX_PAIRS)
+    pool = CpuExpertPool(ONE, MAX_TOKENS, MAX_PAIRS)
     for scheme, dtype, said in (("int8_channel", torch.bfloat16, "int8_channel"), (None, torch.float16, "float16")):
         case = make_case(scheme, 1, dtype=dtype)
         with pytest.raises(UserError, match=said):
@@ -181,7 +204,7 @@ def ring(words: torch.Tensor, number: int) -> None:
 def test_requests_by_the_doorbell() -> None:
     """Of two layers by turns, some of them empty; the share follows the rates."""
     cases = [make_case(scheme, 5, 8, 3, hidden=256, inter=128) for scheme in (None, "fp8_block")]
-    pool, request = CpuExpertPool([-1, -1], MAX_TOKENS, MAX_PAIRS), request_of(256)
+    pool, request = CpuExpertPool(TWO, MAX_TOKENS, MAX_PAIRS), request_of(256)
     for case in cases:
         pool.add_layer(case.w13, case.w2, SILU)
     request.words[FETCHED] = 1
@@ -210,7 +233,7 @@ sys.path[:0] = {path!r}
 from srt.layers.moe import test_cpu_experts as tests
 from srt.layers.moe.moe_harness import make_case
 case = make_case(None, 16, 8, 8, hidden=2048, inter=1024)
-pool, request = tests.CpuExpertPool([-1], 16, 128), tests.request_of(2048)
+pool, request = tests.CpuExpertPool(tests.ONE, 16, 128), tests.request_of(2048)
 pool.add_layer(case.w13, case.w2, tests.SILU)
 request.ids[:128], request.words[tests.TOKENS], request.words[tests.TOP_K] = case.ids.flatten(), 16, 8
 words = tests.connected(pool, request, deadline=0.0001)
@@ -230,11 +253,11 @@ import resource, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 from srt.layers.moe import test_cpu_experts as tests
-tests.CpuExpertPool([-1], 16, 128).close()
+tests.CpuExpertPool(tests.ONE, 16, 128).close()
 room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (100 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 try:
-    tests.CpuExpertPool([-1] * 200, 16, 128)
+    tests.CpuExpertPool(tests.ThreadPlaces((-1,) * 200), 16, 128)
 except tests.UserError as error:
     print(error)
 """
@@ -282,14 +305,3 @@ def test_steps_with_many_tokens_are_the_gpus() -> None:
     assert layer.begin(case.x, case.weights, case.ids) is None
     assert layer.begin(case.x[:0], case.weights[:0], case.ids[:0]) is None
     assert layer.begin(case.x[:MAX_TOKENS], case.weights[:MAX_TOKENS], case.ids[:MAX_TOKENS]) is not None
-
-
-def test_a_thread_for_each_physical_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {*range(8)} - {5})
-    for cpu in range(8):
-        folder = tmp_path / f"devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert cores(tmp_path) == [0, 1, 2, 3]
-    assert threads_on_cores(3, tmp_path) == [1, 2, 3]
-    assert threads_on_cores(4, tmp_path) == [-1] * 4

@@ -22,7 +22,9 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.slot_ops import Moves, SlotTables, Wave
 from sglang.srt.layers.triton_ops import expert_rows
 from sglang.srt.layers.triton_ops import expert_slots as kernels
+from sglang.srt.mem_cache import node_memory
 from sglang.srt.mem_cache.main_memory import map_memory
+from sglang.srt.mem_cache.node_memory import ANYWHERE
 from sglang.srt.plan import expert_slots as planned
 from srt.layers.moe.moe_harness import make_case, tile_configs_of
 
@@ -234,16 +236,16 @@ def test_limits_of_the_plan_the_ops_and_the_kernels_are_equal() -> None:
 def test_a_page_lock_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_slots, "register", lambda tensor: 2)
     with pytest.raises(UserError, match=r"0\.00 GiB of main memory cannot be page-locked.*ulimit -l.*--tp-size"):
-        expert_slots._page_locked(torch.zeros(100))
+        expert_slots._page_locked(torch.zeros(100), ANYWHERE)
 
 
 def test_main_memory_that_the_system_does_not_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(num_bytes: int) -> torch.Tensor:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(parameter, "map_memory", refuse)
+    monkeypatch.setattr(node_memory, "map_memory", refuse)
     with pytest.raises(UserError, match=r"2\.00 GiB of main memory cannot be had.*Cannot allocate.*--tp-size"):
-        parameter._mapped((1 << 30,), torch.bfloat16)
+        parameter._mapped((1 << 30,), torch.bfloat16, ANYWHERE)
 
 
 def test_nothing_of_a_bank_outlives_its_process() -> None:

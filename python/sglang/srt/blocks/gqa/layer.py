@@ -237,9 +237,12 @@ class BlockAttention(GQAttention):
     H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.gate is None and not spec.softmax.sinks and spec.cache == OWN_CACHE
+        assert spec.gate is None and spec.cache == OWN_CACHE
         super().__init__(scope, spec, site)
         self.block = spec.mask.rows
+        if (sinks := self.attention.sinks) is not None:
+            self.attention.sinks = sinks.new_empty(self.num_heads * self.block)
+            scope.finish.append(functools.partial(self._take_sinks, sinks))
 
     def keep(self, x: Activations, batch: ForwardBatch) -> None:
         """Stores keys and values of x [T, H] at the batch's tokens."""
@@ -250,8 +253,16 @@ class BlockAttention(GQAttention):
         group = self.num_heads // self.num_kv_heads
         blocks = q.reshape(-1, self.block, self.num_kv_heads, group, self.head_dim).transpose(1, 2)
         out = self.attention(blocks.reshape(len(blocks), -1, self.head_dim), k, v, batch)
+        if self.value_scale != 1.0:
+            out.mul_(self.value_scale)
         rows = out.view(-1, self.num_kv_heads, self.block, group * self.head_dim).transpose(1, 2)
         return self.out(rows.reshape(len(q), -1))
+
+    def _take_sinks(self, sinks: torch.Tensor) -> None:
+        """Gives every row of a block the sinks [heads] of its heads, in the order in which rows count as heads."""
+        assert self.attention.sinks is not None
+        of_rows = self.attention.sinks.view(self.num_kv_heads, self.block, -1)
+        of_rows.copy_(sinks.view(self.num_kv_heads, 1, -1).expand_as(of_rows))
 
 
 def _with_gates(projections: list[tuple[str, ShardRange]], heads: ShardRange, dim: int) -> list[tuple[str, ShardRange]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.blocks.mla.reference import LATENT_ABSORB
 from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.layers.block import Site, SumsInOutput
+from sglang.srt.layers.latent_adapters import LatentAdapters, LatentDims
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.parameter import Init, Scope, WeightShard
 from sglang.srt.plan.ranks import ShardRange, whole
@@ -16,7 +18,7 @@ class LatentHeads(SumsInOutput):
     normalized query latent -> query heads; W_UK and W_UV, the halves of `kv_b_proj`; `o`: heads -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
-        self.spec = spec
+        self.spec, self.per_head = spec, scope.plan.entry(LATENT_ABSORB)
         shares = spec.shares(scope.groups.attention.size)
         self.num_heads = shares.padded_heads
         self._build_projections(scope, site.model.hidden_size, shares.heads(scope.groups.attention.rank))
@@ -34,9 +36,26 @@ class LatentHeads(SumsInOutput):
             self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": q_rows})
         self.kv_norm = scope.sub("kv_a_norm").param("weight", (rank,), init=Init.ONES)
         shard = WeightShard("", heads.scale_dims(spec.nope_dim + spec.v_dim), whole(rank))
-        scope.quant.create_unpacked(scope.sub("kv_b"), shard, self._take_up)
+        kv_b = scope.sub("kv_b")
+        scope.quant.create_unpacked(kv_b, shard, self._take_up)
+        self.adapters: LatentAdapters | None = None
+        if scope.adapters is not None:
+            dims = LatentDims(heads, spec.nope_dim, spec.v_dim, rank)
+            self.adapters = scope.adapters.latent(kv_b.module(), dims)
         values = heads.scale_dims(spec.v_dim)
         self.out = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
+
+    def _absorb(self, q: torch.Tensor, absorbed: torch.Tensor) -> None:
+        """Computes absorbed queries [T, heads, rank] of q [T, heads, nope]."""
+        self.per_head(q, self.w_uk, absorbed)
+        if self.adapters is not None:
+            self.adapters.add_to_queries(q, absorbed)
+
+    def _values(self, attended: torch.Tensor, out: torch.Tensor) -> None:
+        """Computes the heads' outputs [T, heads, v] of attended latents [T, heads, rank]."""
+        self.per_head(attended, self.w_uv, out)
+        if self.adapters is not None:
+            self.adapters.add_to_outputs(attended, out)
 
     def _take_up(self, weight: torch.Tensor) -> None:
         """Sets views W_UK and W_UV of weight [heads * (nope + v), rank], so that it is stored once."""

@@ -23,7 +23,6 @@ import torch
 from sglang.srt.blocks.mla.heads import LatentHeads
 from sglang.srt.blocks.mla.indexer import LightningIndexer
 from sglang.srt.blocks.mla.reference import (
-    LATENT_ABSORB,
     LATENT_NORM_ROPE_STORE,
     LATENT_PACK_STORE,
     LATENT_PROMPT_ATTENTION,
@@ -72,7 +71,6 @@ class LatentAttention(LatentHeads):
         self.norm = scope.plan.entry(RMSNORM)
         self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
         self.pack = scope.plan.entry(LATENT_PACK_STORE) if self.packed else None
-        self.per_head = scope.plan.entry(LATENT_ABSORB)
         self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION)
 
     def _take_cache_scale(self) -> None:
@@ -115,7 +113,7 @@ class LatentAttention(LatentHeads):
         if self.pack is not None:
             self.pack(entries, cache.k, batch.slots_of(cache).out_cache_loc)
         if num_absorbed:
-            self.per_head(q[:num_absorbed, :, : spec.nope_dim], self.w_uk, absorbed[..., : spec.kv_lora_rank])
+            self._absorb(q[:num_absorbed, :, : spec.nope_dim], absorbed[..., : spec.kv_lora_rank])
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
         if expanded:
             self._expanded(q, absorbed, entries, batch, metadata, out)
@@ -145,7 +143,7 @@ class LatentAttention(LatentHeads):
         """Computes absorbed attention for all rows of the step."""
         keys = entries[:, None]
         attended = self.attention(q, keys, keys[..., : self.spec.kv_lora_rank], batch)
-        self.per_head(attended.unflatten(-1, (self.num_heads, -1)), self.w_uv, out)
+        self._values(attended.unflatten(-1, (self.num_heads, -1)), out)
 
     def _expanded(
         self,

@@ -93,6 +93,10 @@ class MLA(MixerDefaults):
         return self
 
     @property
+    def latent_heads(self) -> MLA:
+        return self
+
+    @property
     def short_prefill_graphs(self) -> bool:
         return True
 

@@ -69,6 +69,8 @@ class MoELayer:
             self.route = SinkTopK(scope, spec.router, sizes.local)
         else:
             self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
+        if spec.cpu_threads:
+            scope.cpu_experts.place(spec.cpu_threads)
         self.experts = experts_of(scope, sizes, spec.activation.linear_in_up)
         self.on_cpus: LayerOnCpus | None = None
         if spec.cpu_threads:

@@ -16,7 +16,6 @@ from sglang.srt.blocks.compressed.compressor import EntryStore
 from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE
 from sglang.srt.blocks.mla.heads import LatentHeads
 from sglang.srt.blocks.mla.indexer import KEY_NORM_EPS
-from sglang.srt.blocks.mla.reference import LATENT_ABSORB
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
@@ -43,7 +42,6 @@ class PooledLatentAttention(LatentHeads):
         self.rotary = site.rotary.of(spec.rope)
         self.norm = scope.plan.entry(RMSNORM)
         self.store = scope.plan.entry(SHARED_KV_NORM_ROPE_STORE)
-        self.per_head = scope.plan.entry(LATENT_ABSORB)
         self.attend = scope.plan.entry(SPARSE_ATTENTION)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -55,11 +53,11 @@ class PooledLatentAttention(LatentHeads):
         sources = [(self.cache.k, selection) for selection in self.indexer(x, q_latent, rotation, batch)]
         q = self.q_b(q_latent).unflatten(-1, (self.num_heads, spec.qk_dim))
         absorbed = q.new_empty((len(x), self.num_heads, rank))
-        self.per_head(q, self.w_uk, absorbed)
+        self._absorb(q, absorbed)
         attended = torch.empty_like(absorbed)
         self.attend(absorbed, sources, attended, scale=spec.softmax_scale)
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
-        self.per_head(attended, self.w_uv, out)
+        self._values(attended, out)
         return self.out(out.flatten(1))
 
     def _store(self, latent: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> None:

@@ -25,6 +25,10 @@ class PooledLatent(PooledSelection[MLA]):
     """
 
     @property
+    def latent_heads(self) -> MLA:
+        return self.heads
+
+    @property
     def rope(self) -> RopeSpec:
         """A table without rotation, for kernels that norm and rotate keys."""
         return unrotated(self.indexer.head_dim // 2)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.errors import UserError
 
@@ -44,6 +45,16 @@ def named_adapters(entries: Sequence[str]) -> list[NamedAdapter]:
     if twice is not None:
         raise UserError(f"--lora-paths names {twice!r} twice.")
     return adapters
+
+
+def written(given: Any) -> Any:
+    """Returns the words of --lora-paths for what `Engine` takes, too: an object of names and directories, or a list
+    with objects as a word may be one. Other values stay."""
+    if isinstance(given, dict):
+        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
+    if not isinstance(given, list):
+        return given
+    return [json.dumps(each) if isinstance(each, dict) else each for each in given]
 
 
 def _named(entry: str) -> NamedAdapter:

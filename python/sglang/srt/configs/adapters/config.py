@@ -21,7 +21,7 @@ MAX_RANK = 512
 """Largest rank of a module that an adapter, or --max-lora-rank, may have."""
 _IGNORED = frozenset({
     "alora_invocation_string", "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config",
-    "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
     "layers_pattern", "loftq_config", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 })  # fmt: skip
@@ -29,7 +29,7 @@ _IGNORED = frozenset({
 `fan_in_fan_out` describes how the base model's own weights lie."""
 _READ = frozenset({
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "bias",
-    "target_parameters",
+    "target_parameters", "ensure_weight_tying",
 })  # fmt: skip
 _REFUSED: Mapping[str, str] = {
     "use_dora": "the magnitudes of DoRA are not computed; merge the adapter into the model",
@@ -47,6 +47,8 @@ _PLAIN_INITS = frozenset({"default", "gaussian", "orthogonal", "eva"})
 PATTERN_SECONDS = 0.1
 """The longest that a pattern of an adapter may take to match one name: it is a program that strangers write."""
 MAX_PATTERN = 1024
+EMBEDDING, HEADS = "embed_tokens", ("lm_head", "unembed_tokens")
+"""Last names of the embedding, and of the output head, in adapters."""
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -66,6 +68,9 @@ class AdapterConfig:
     """The modules of `exclude_modules`; None: a pattern chose them."""
     parameters: tuple[str, ...] = ()
     """Parameters that have A and B of their own, by the ends of their names: all experts of a layer in one tensor."""
+    tied: bool = False
+    """True: an output head that is tied to the embedding has the embedding's A and B transposed, though it is none of
+    the targets."""
 
     @property
     def largest_rank(self) -> int:
@@ -84,7 +89,10 @@ class AdapterConfig:
 
     def expects(self, module: str) -> bool:
         """Returns whether the adapter may have A and B of a module."""
-        if self.targets is not None and not any(_ends(name, module) for name in self.targets):
+        targets = self.targets
+        if self.tied and targets is not None and any(_ends(EMBEDDING, name) for name in targets):
+            targets = (*targets, *HEADS)
+        if targets is not None and not any(_ends(name, module) for name in targets):
             return False
         return self.in_layers(module)
 
@@ -129,6 +137,7 @@ def adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig:
         layers=_layers(values.get("layers_to_transform"), source),
         excluded=_targets(values.get("exclude_modules") or [], "exclude_modules", source),
         parameters=_parameters(values.get("target_parameters"), source),
+        tied=config.default("ensure_weight_tying", bool, False),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang.srt.configs.adapters.config import CONFIG_NAME, AdapterConfig, read_adapter_config
+from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDING, HEADS, AdapterConfig, read_adapter_config
 from sglang.srt.configs.checkpoint_header import Stored, file_tensors
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.errors import UserError
@@ -20,15 +20,15 @@ MAX_TENSORS = 1 << 18
 MAX_HEADER_BYTES = 64 << 20
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PREFIXES = ("base_model.model.", "base_model.")
-_PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?")
+_PAIR = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
+_BASE = re.compile(rf"(?P<module>(?:.+\.)?(?:{'|'.join((EMBEDDING, *HEADS))}))\.base_layer\.weight")
+"""The weight of the base model that PEFT saves with adapters of the embedding and of the output head."""
 _FLAT = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
 """The module that PEFT names for parameters of all experts: it wraps the module for each of them once more, first for
 gate and up (which it calls `base_layer`), then for down."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _CHUNK = 1 << 22
 _OTHERS: Mapping[str, str] = {
-    "lora_embedding_A": "adapters of the embedding are not computed",
-    "lora_embedding_B": "adapters of the embedding are not computed",
     "lora_magnitude_vector": "the magnitudes of DoRA are not computed",
 }
 
@@ -55,11 +55,13 @@ class AdapterPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter on disk. `pairs`: by the module's name without PEFT's prefix."""
+    """An adapter on disk. `pairs`: by the module's name without PEFT's prefix; `bases`: the tensors, by such names, in
+    which PEFT repeats weights of the base model."""
 
     folder: Path
     config: AdapterConfig
     pairs: Mapping[str, AdapterPair]
+    bases: Mapping[str, str]
 
     @property
     def weights(self) -> Path:
@@ -90,7 +92,20 @@ def read_adapter_files(folder: Path) -> AdapterFiles:
     tensors = file_tensors(path, MAX_HEADER_BYTES)
     if len(tensors) > MAX_TENSORS:
         raise UserError(f"{path} has {len(tensors)} tensors; {MAX_TENSORS} are the limit.")
-    return AdapterFiles(folder, config, _pairs(tensors, config, path))
+    bases = {_module(match["module"]): name for name in tensors if (match := _BASE.fullmatch(name))}
+    pairs = _pairs({name: each for name, each in tensors.items() if name not in bases.values()}, config, path)
+    for module, name in bases.items():
+        _check_base(name, tensors[name], pairs.get(module), path)
+    return AdapterFiles(folder, config, pairs, bases)
+
+
+def _check_base(name: str, stored: Stored, pair: AdapterPair | None, path: Path) -> None:
+    """Raises UserError if a weight of the base model is of another size than A and B beside it."""
+    if pair is None:
+        raise UserError(f"{path}: the tensor {name!r} is not supported: whole modules are not replaced.")
+    sizes = [pair.outputs, pair.inputs]
+    if stored.dtype not in FLOATS or list(stored.shape) not in (sizes, sizes[::-1]):
+        raise UserError(f"{path}: {name} is {stored.dtype} {list(stored.shape)}, its A and B are of {sizes}.")
 
 
 def _pairs(tensors: Mapping[str, Stored], config: AdapterConfig, path: Path) -> dict[str, AdapterPair]:

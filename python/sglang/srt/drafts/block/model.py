@@ -10,6 +10,7 @@ import torch
 
 from sglang.srt.drafts.block.convolution import ConvolvedBlock
 from sglang.srt.drafts.block.heads import BlockHead, build_block_head, build_confidence
+from sglang.srt.drafts.block.mask_vector import MaskVector
 from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.model import PartsDraft
 from sglang.srt.layers.residual import MIXER
@@ -28,6 +29,7 @@ class BlockDraft(PartsDraft[Block]):
 
     def __init__(self, plan: Plan, target: CausalLM) -> None:
         super().__init__(plan, target)
+        assert plan.draft is not None
         parts, form = self.parts, self.form
         self.fc = parts.unpacked(form.num_aux_layers * form.aux_size, "fc")
         self.hidden_norm = parts.norm("hidden_norm")
@@ -35,6 +37,7 @@ class BlockDraft(PartsDraft[Block]):
         self.ending = parts.ending()
         self.head: BlockHead | None = build_block_head(parts, form)
         self.confidence = build_confidence(parts, form, self.head)
+        self.mask_vector = MaskVector(parts, form, plan.draft.config.dummy) if form.mask_vector else None
 
     def _convolved(self, i: int, name: str, block: Any) -> Any:
         """Returns a layer's block, between convolutions if the draft has them."""
@@ -54,7 +57,10 @@ class BlockDraft(PartsDraft[Block]):
             attention.keep(features, batch)
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
-        stream = self.parts.residual.begin(self.parts.embedding(batch.input_ids))
+        embedded = self.parts.embedding(batch.input_ids)
+        if self.mask_vector is not None:
+            self.mask_vector.put(embedded)
+        stream = self.parts.residual.begin(embedded)
         for layer in self.layers:
             layer(stream, batch)
         return self.ending(stream)

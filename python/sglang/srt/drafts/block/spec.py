@@ -122,6 +122,7 @@ class Block(Form):
             own place
         head: corrects the draft tokens from left to right
         convolution: around both blocks of each of the `num_layers` layers
+        mask_vector: mask tokens have an embedding of the draft's own, which is in a file beside its weights
         confidence: predicts how likely draft tokens are accepted, by which steps are shortened
     """
 
@@ -135,6 +136,7 @@ class Block(Form):
     convolution: Convolution | None = None
     num_layers: int = 0
     confidence: Confidence | None = None
+    mask_vector: bool = False
 
     computed_by = "sglang.srt.drafts.block.model:BlockDraft"
     proposed_by = "sglang.srt.drafts.block.drafter:DraftBlock"
@@ -150,4 +152,4 @@ class Block(Form):
         head = () if self.head is None else self.head.weights(hidden_size, self.vocab_size)
         convolutions = () if self.convolution is None else self.convolution.weights(hidden_size) * 2 * self.num_layers
         confidence = () if self.confidence is None else self.confidence.weights(hidden_size)
-        return (*backbone, *convolutions, *head, *confidence)
+        return (*backbone, *convolutions, *head, *confidence, Elements(hidden_size * self.mask_vector))

@@ -94,17 +94,19 @@ class AttentionSites:
         return [*lengths, *([self._chunk_tokens + 1] if self._latent and self._chunk_tokens < most else [])]
 
     def metadata(
-        self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False
+        self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False, absorbs: bool = False
     ) -> dict[AttentionSite, SiteMetadata]:
         """Builds the metadata of a complete batch. Decoding requests are planned before prompts; neither runs before
-        both are planned. in_blocks: each decoding row stands for a draft's block, whose layers use no indexer."""
+        both are planned. in_blocks: each decoding row stands for a draft's block, whose layers use no indexer; absorbs:
+        prompts attend to latents as they are, also where expanding pays, because LoRA adapters change what is
+        made of them."""
         sites = {site: SiteMetadata() for site in self.decode}
         for site, sparse in self.sparse.items() if not in_blocks else ():
             sites[site].sparse = sparse.rows(batch, in_graph)
         if batch.decode is not None:
             self._build_decode(batch.decode, sites, in_graph)
         if batch.extend is not None:
-            self._build_extend(batch.extend, sites)
+            self._build_extend(batch.extend, sites, absorbs)
         return sites
 
     def _build_decode(self, rows: DecodeRows, sites: dict[AttentionSite, SiteMetadata], in_graph: bool) -> None:
@@ -116,7 +118,7 @@ class AttentionSites:
         for site, builder in dense.items():
             sites[site].decode = built[builder]
 
-    def _build_extend(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata]) -> None:
+    def _build_extend(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata], absorbs: bool = False) -> None:
         long = _is_long(rows)
         shared = long and self.shares_prefixes(rows.new_lens_cpu, rows.prefix_lens_cpu)
         builders = {**self.extend, **(self.long_prompts if long and not shared else {})}
@@ -126,7 +128,7 @@ class AttentionSites:
             sites[site].extend = built[builder]
         if rows.images is not None:
             self._add_images(rows.images, {site: builder for site, builder in dense.items() if site.window}, sites)
-        for site, spec in self._latent.items():
+        for site, spec in self._latent.items() if not absorbs else ():
             if site in dense:
                 sites[site].latent_chunks = self._cut(spec, site, rows)
         if long:

@@ -11,6 +11,7 @@ import mmap
 import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,8 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_buffers import ExpertBuffers, ExpertPool, Pair, each_tensor, tensors_of
 from sglang.srt.layers.moe.slot_ops import EXPERT_SLOTS_OP, MAX_EXPERTS, ExpertCopies, Moves, SlotTables, Wave
-from sglang.srt.mem_cache.main_memory import map_memory, register
+from sglang.srt.mem_cache.main_memory import register
+from sglang.srt.mem_cache.node_memory import ANYWHERE, RowNodes, map_on_nodes
 from sglang.srt.plan.expert_slot_plan import BUFFERS
 
 if TYPE_CHECKING:
@@ -36,7 +38,14 @@ class ExpertSlots:
     a buffer holds."""
 
     def __init__(
-        self, plan: Plan, bank: Pair, num_slots: int, num_buffered: int, shared: ExpertBuffers, device: torch.device
+        self,
+        plan: Plan,
+        bank: Pair,
+        num_slots: int,
+        num_buffered: int,
+        shared: ExpertBuffers,
+        device: torch.device,
+        row_nodes: Sequence[RowNodes] = (ANYWHERE, ANYWHERE),
     ) -> None:
         num_experts = bank[0].num_experts
         if num_experts > MAX_EXPERTS:
@@ -45,7 +54,11 @@ class ExpertSlots:
         self.num_experts, self.num_slots = num_experts, num_slots
         self.num_buffered = min(num_buffered, num_experts - num_slots)
         if device.type == "cuda":
-            bank = (each_tensor(bank[0], _page_locked), each_tensor(bank[1], _page_locked))
+            up, down = (
+                each_tensor(weights, partial(_page_locked, placed=placed))
+                for weights, placed in zip(bank, row_nodes, strict=True)
+            )
+            bank = up, down
         self.bank = bank
         self.tables = SlotTables.filled(num_experts, num_slots, device)
         self.shared, self.number = shared, len(shared.layers)
@@ -151,14 +164,12 @@ class StepWaves:
         pool.ahead[buffer] = what
 
 
-def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
+def _page_locked(tensor: torch.Tensor, placed: RowNodes) -> torch.Tensor:
     """Page-locks a tensor; one that is not alone on its pages is copied before. Raises UserError where the system
     refuses."""
     storage = tensor.untyped_storage()
     if storage.data_ptr() % PAGE or not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
-        memory = map_memory(tensor.nbytes)
-        memory.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        tensor = memory.view(tensor.dtype).view(tensor.shape)
+        tensor = map_on_nodes(tensor.shape, tensor.dtype, placed).copy_(tensor)
     if code := register(tensor):
         raise UserError(_why_not_locked(tensor.nbytes, code))
     return tensor

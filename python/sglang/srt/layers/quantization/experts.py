@@ -21,7 +21,18 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.expert_adapters import AdapterExperts, ExpertMatrix, LayerExperts, ProductRows
 from sglang.srt.layers.moe.expert_slots import ExpertSlots
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, Waves, repack
-from sglang.srt.layers.parameter import FLOATS, Fill, Init, Scope, TensorPart, WeightShard, constant, random_codes
+from sglang.srt.layers.moe.shared_bank import joined_bank
+from sglang.srt.layers.parameter import (
+    FLOATS,
+    Fill,
+    Init,
+    Param,
+    Scope,
+    TensorPart,
+    WeightShard,
+    constant,
+    random_codes,
+)
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.layers.quantization.experts_alternating import AlternatingExperts, alternates
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
@@ -64,20 +75,53 @@ class Experts:
         self.num_slots, self.num_buffered, self.buffers = sizes.w13.slots, sizes.w13.buffered, scope.buffers
         self.plan, self.device = scope.plan, scope.device
         self.slots: ExpertSlots | None = None
+        self.bank = joined_bank() if self.num_slots else None
         if self.num_slots:
             scope = scope.in_main_memory()
             self.buffers.expected += 1
+        if self.bank is not None and self.bank.follows:
+            scope = replace(scope, device=torch.device("meta"), made_for=None)
+        before = {*scope.params}
         self.quant = quant = expert_quant(scope, sizes)
         self.linear_in_up = linear_in_up
         self.ep_size = sizes.ep_size
         up, down = _products(sizes, quant.format if quant else None, scope.groups.expert_tp)
         self.features = scope.plan.arch.features
         self.adapters = _adapters(scope, sizes, (up, down))
-        self.products = [_create(scope.sub(product.name), product, sizes, quant) for product in (up, down)]
+        self.row_nodes = [scope.row_nodes.with_parts(len(product.shards)) for product in (up, down)]
+        self.products = [
+            _create(replace(scope.sub(product.name), row_nodes=placed), product, sizes, quant)
+            for product, placed in zip((up, down), self.row_nodes, strict=True)
+        ]
+        self.params, self.names = scope.params, scope.params.keys() - before
+        if self.bank is not None and self.bank.follows:
+            for param in self._forgotten_params():
+                scope.on_other_ranks.update(scope.weights.checkpoint_name(param.name, key) for key in param.parts)
         scope.finish.append(self.finish)
 
+    def _forgotten_params(self) -> list[Param]:
+        """Removes the parameters of the experts from those that are loaded or kept, and returns them."""
+        return [self.params.pop(name) for name in self.names]
+
     def finish(self) -> None:
-        """Builds `w13` and `w2` from the loaded tensors."""
+        """Builds `w13` and `w2` from the loaded tensors; takes them from the bank that another process has filled."""
+        if self.bank is not None and self.bank.follows:
+            self.w13, self.w2 = self.bank.take()
+        else:
+            self._finish_loaded()
+        self.products.clear()
+        if not self.num_slots or self.w13.data.is_meta:
+            return
+        if self.bank is not None and not self.bank.follows:
+            self.w13, self.w2 = self.bank.keep((self.w13, self.w2), self.row_nodes)
+            self._forgotten_params()
+        bank, numbers = (self.w13, self.w2), (self.num_slots, self.num_buffered)
+        self.slots = ExpertSlots(self.plan, bank, *numbers, self.buffers, self.device, self.row_nodes)
+        self.w13, self.w2 = self.slots.bank
+        if self.bank is not None and not self.bank.follows and len(self.buffers.layers) == self.buffers.expected:
+            self.bank.publish()
+
+    def _finish_loaded(self) -> None:
         up, down = self.products
         if isinstance(up, StoredProduct) and isinstance(down, StoredProduct):
             # Adapters add to what gate and up are, so none of their factors may be moved into down.
@@ -85,11 +129,6 @@ class Experts:
         assert isinstance(up, ExpertWeights) and isinstance(down, ExpertWeights)
         up, down = replace(up, ep_size=self.ep_size), replace(down, ep_size=self.ep_size)
         self.w13, self.w2 = (repack(weights, self.features, self.device) for weights in (up, down))
-        self.products.clear()
-        if self.num_slots and not self.w13.data.is_meta:
-            bank, numbers = (self.w13, self.w2), (self.num_slots, self.num_buffered)
-            self.slots = ExpertSlots(self.plan, bank, *numbers, self.buffers, self.device)
-            self.w13, self.w2 = self.slots.bank
 
     def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, Waves | None]:
         """Returns the weights of both products for a step whose tokens chose the experts `ids` [T, k] int32; of a step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,14 @@ class Sleeper:
         control: Control,
         abort_all: Callable[[], None],
         is_paused: Callable[[], bool],
+        fail_running: Callable[[RequestError], None],
         wakes: bool,
     ) -> None:
         """control(kind, args, timeout, undo): the tokenizer manager's. is_paused(): whether generation is paused.
-        wakes: whether a request wakes the server."""
+        fail_running(error): ends all requests with an error. wakes: whether a request wakes the server."""
         self.state, self.totals, self.wakes = state, SleepTotals(), wakes
         self._control, self._abort_all, self._is_paused = control, abort_all, is_paused
+        self._fail_running = fail_running
         self._changing = asyncio.Lock()
         self._leaving = self._paused = False
         """Whether it is going to sleep; whether requests wait for the end of the sleep."""
@@ -105,7 +108,7 @@ class Sleeper:
                 self._follow(reply)
             finally:
                 self._leaving = False
-                await self._go_on()
+                await self.go_on()
             self.totals.sleeps += 1
             self.totals.sleep_seconds += time.monotonic() - started
 
@@ -115,14 +118,17 @@ class Sleeper:
                 return
             started = time.monotonic()
             undo = Undo("sleep", {"tags": self.state.to_wake(tags), "keep_weights": True})
-            self._follow(await self._control("wake", {"tags": tags}, CALL_LIMIT_S, undo))
-            await self._go_on()
+            args = {"tags": tags, "key": uuid.uuid4().hex}
+            self._follow(await self._control("wake", args, CALL_LIMIT_S, undo))
+            if self._paused and self.state.broken:  # nobody knows of them who could send other weights
+                self._fail_running(RequestError(self.state.problem, 503, retry_after=RETRY_AFTER_S))
+            await self.go_on()
             self.totals.wakes += 1
             self.totals.wake_seconds += time.monotonic() - started
 
-    async def _go_on(self) -> None:
-        """Lets requests go on that were kept, once they can."""
-        if self._paused and self.state.serves:
+    async def go_on(self) -> None:
+        """Lets requests go on that were kept, once they can: after a wake, or an update behind it."""
+        if self._paused and self.state.serves and not self._leaving:
             self._paused = False
             await self._ask("resume", {})
 

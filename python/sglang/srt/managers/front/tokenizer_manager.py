@@ -111,8 +111,9 @@ class TokenizerManager:
         """Puts the engine to sleep and wakes it; None: its memory cannot be given back."""
         if args.enable_memory_saver:
             self.sleeper = Sleeper(
-                self.state, self.control, self.abort_all, lambda: self.weights.paused, args.wake_on_request
-            )
+                self.state, self.control, self.abort_all, lambda: self.weights.paused, self.fail_running,
+                args.wake_on_request,
+            )  # fmt: skip
         self.last_receive_time = time.monotonic()
         """time.monotonic() of the last message from an engine."""
         self.replicas = [Replica(index, each) for index, each in enumerate(ports)]
@@ -225,6 +226,11 @@ class TokenizerManager:
             replica.aborts.clear()
             replica.arrays_released.clear()
             replica.fail_replies(error)
+
+    def fail_running(self, error: RequestError) -> None:
+        """Ends every call with `error`; the schedulers hear of it when its reader has."""
+        for rid in self._sequences.rids():
+            self._sequences[rid].stream.fail(error)
 
     def begin_shutdown(self) -> None:
         """Refuses new calls; running ones go on."""

@@ -26,6 +26,7 @@ from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.wire.io_struct import ControlReply
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.front.sleeper import Sleeper
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.engine_state import EngineState
 
@@ -59,6 +60,7 @@ class Front(Protocol):
 
     args: ServerArgs
     state: EngineState
+    sleeper: Sleeper | None
     weight_version: str
 
     @property
@@ -118,14 +120,12 @@ class WeightUpdates:
             await self._ask("weights_from_tensors", args | self._change(how))
             return await self._settle("The tensors were written.", how)
 
-    async def from_group(
-        self, group: str, tensors: list[tuple[str, str, list[int]]], bucket: bool, how: UpdateOptions
-    ) -> str:
+    async def from_group(self, group: str, tensors: list[tuple[str, str, list[int]]], how: UpdateOptions) -> str:
         """Receives tensors from a trainer: (name, type, shape) each."""
         self._refuse_replicas()
         check_specs(tensors)
         async with self._quiet(how):
-            args = {"group_name": group, "tensors": tensors, "bucket": bucket, "selector": how.selector}
+            args = {"group_name": group, "tensors": tensors, "selector": how.selector}
             await self._ask("weights_from_group", args | self._change(how))
             return await self._settle("The tensors were written.", how)
 
@@ -138,6 +138,7 @@ class WeightUpdates:
         """Ends an update in several calls: with quantized weights, only now they are replaced."""
         async with self._quiet(UpdateOptions()):
             await self._ask("end_weights", self._change(UpdateOptions()))
+            await self._go_on()
         return "The update has ended."
 
     async def init_group(self, values: dict[str, Any]) -> str:
@@ -227,9 +228,16 @@ class WeightUpdates:
         manager = self._manager
         if how.weight_version is not None:
             manager.weight_version = how.weight_version
-        if how.flush_cache and not (await manager.control("flush_cache")).ok:
-            return f"{said} The cache was not flushed, as requests have a part of it; no other request is given that."
-        return said
+        flushed = not how.flush_cache or (await manager.control("flush_cache")).ok
+        await self._go_on()
+        if flushed:
+            return said
+        return f"{said} The cache was not flushed, as requests have a part of it; no other request is given that."
+
+    async def _go_on(self) -> None:
+        """Lets requests go on that waited for weights since a sleep."""
+        if self._manager.sleeper is not None:
+            await self._manager.sleeper.go_on()
 
     async def _ask(self, kind: str, args: dict[str, Any]) -> dict[str, Any]:
         reply: ControlReply = await self._manager.control(kind, args, UPDATE_LIMIT_S)

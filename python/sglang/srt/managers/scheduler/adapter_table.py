@@ -21,10 +21,10 @@ from sglang.srt.configs.adapters.files import content_id, read_adapter_files
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.leader import DrainSlots
+from sglang.srt.model_loader.adapter_bases import refuse_changed_bases
 
 if TYPE_CHECKING:
     from sglang.srt.layers.adapter_memory import HostAdapter
-    from sglang.srt.layers.adapters import AdapterLayers
     from sglang.srt.managers.scheduler.schedule_batch import Req
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -39,18 +39,21 @@ LRU = "lru"
 class Reading:
     """An adapter that a thread reads."""
 
-    def __init__(self, layers: AdapterLayers, adapter_id: str, path: str) -> None:
+    def __init__(self, runner: ModelRunner, adapter_id: str, path: str) -> None:
         self.adapter: HostAdapter | None = None
         self.problem = ""
-        self._work = layers, adapter_id, path
+        self._work = runner, adapter_id, path
         self.thread = threading.Thread(target=self._read, name="adapter", daemon=True)
         self.thread.start()
 
     def _read(self) -> None:
-        layers, adapter_id, path = self._work
+        runner, adapter_id, path = self._work
+        plan, layers = runner.plan, runner.adapters
+        assert layers is not None
         try:
             files = read_adapter_files(Path(path))
             self.adapter = layers.read(files)
+            refuse_changed_bases(files, plan.model.model_path, layers.names, plan.description.tie_embeddings)
             if content_id(files.folder) != adapter_id:
                 raise UserError(f"{path} has changed, or differs between machines.")
         except UserError as error:
@@ -91,7 +94,7 @@ class AdapterTable:
         """policy: as --lora-eviction-policy; most: adapters in main memory, None: any number; drain_after_s: as
         --lora-drain-wait-threshold."""
         assert runner.adapters is not None
-        self._runner, self._layers, self._policy, self._most = runner, runner.adapters, policy, most
+        self._runner, self._policy, self._most = runner, policy, most
         self._num_slots, self._drain_after_s = runner.adapters.plan.slots, drain_after_s
         self._loaded: dict[str, Loaded] = {}
         self._reading: dict[str, Reading] = {}
@@ -107,7 +110,7 @@ class AdapterTable:
     def begin(self, adapter_id: str, path: str) -> None:
         """Begins to read an adapter, unless it is there."""
         if adapter_id not in self._loaded and adapter_id not in self._reading:
-            self._reading[adapter_id] = Reading(self._layers, adapter_id, path)
+            self._reading[adapter_id] = Reading(self._runner, adapter_id, path)
 
     def is_read(self, adapter_id: str) -> bool:
         """Returns whether nothing reads the adapter any more, on this rank."""

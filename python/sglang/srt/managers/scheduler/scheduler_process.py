@@ -27,6 +27,7 @@ from sglang.srt.drafts.ngram.drafter import NgramDrafter
 from sglang.srt.environ import envs
 from sglang.srt.kernels import late_compiles
 from sglang.srt.kernels.launch import step_downs
+from sglang.srt.layers.moe.shared_bank import join_bank
 from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.adapter_table import AdapterTable
@@ -44,6 +45,7 @@ from sglang.srt.managers.scheduler.memory_control import BUSY, MemoryControl
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
+from sglang.srt.managers.scheduler.replicas import Replicas
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_plan, load_runner
@@ -311,7 +313,7 @@ class SchedulerProcess:
         return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire(), "busy": problem == BUSY})
 
     def _wake(self, msg: ControlReq) -> ControlReply:
-        problem = self.memory.wake(msg.args["tags"])
+        problem = self.memory.wake(msg.args["tags"], msg.args["key"])
         return ControlReply(msg.id, not problem, problem, {"state": self.state.to_wire()})
 
     def _start_profile(self, msg: ControlReq) -> ControlReply:
@@ -429,7 +431,9 @@ def _warms_up_grammars(args: ServerArgs) -> bool:
 def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
     """Runs a scheduler process. `start_pipe` belongs to the launcher, which watches the process and reports
     failures."""
-    plan = create_plan(args, rank, rendezvous(args, ports.directory))
+    plan = create_plan(args, rank, rendezvous(args, ports.directory), Replicas.of(ports))
+    if plan.expert_slots is not None and ports.num_replicas > 1:
+        join_bank(ports.root, rank, plan)
     grammars = create_grammars(args, plan, ports)
     runner = load_runner(args, plan, rank)
     if runner.media is not None:

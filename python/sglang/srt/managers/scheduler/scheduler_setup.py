@@ -25,6 +25,7 @@ from sglang.srt.hardware.arch import (
     lockable_bytes,
     pci_address,
 )
+from sglang.srt.hardware.cpu_cores import Neighbours, meet
 from sglang.srt.hardware.numa import bind_to_numa_node, free_bytes_of, node_of
 from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, ranges_for
@@ -33,6 +34,7 @@ from sglang.srt.kernels.launch import tiles_in_use
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.layers.moe.cpu_experts.measured import rate_for_experts
+from sglang.srt.managers.scheduler.replicas import ONE_REPLICA, Replicas
 from sglang.srt.plan.expert_slot_plan import MainMemory
 from sglang.srt.plan.host_cache import keeps_unasked
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
@@ -52,10 +54,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> Plan:
+def create_plan(
+    args: ServerArgs, rank: int = 0, rendezvous: str | None = None, replicas: Replicas = ONE_REPLICA
+) -> Plan:
     """Connects to the other ranks and returns the plan of this one, which is made from facts about all of them (the
     least free memory, the slowest links). A collective. rendezvous: as for `parallel_state.init`; needed with more than
-    one rank. Raises UserError.
+    one rank; replicas: those that share the machine. Raises UserError.
     """
     model = ModelConfig.from_server_args(args)
     description = describe_served_model(args, model)  # checks sizes before the ranks connect
@@ -73,6 +77,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         torch.cuda.set_device(gpu)
         if (address := pci_address(gpu)) is not None:
             bind_to_numa_node(address)  # must come before NCCL starts its threads
+        meet(_neighbours(node, gpu, replicas))
     if ranks.world_size > 1:
         assert rendezvous is not None
         if args.nnodes > 1:
@@ -91,35 +96,50 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         links = slowest_links(links)
     available = parallel_state.min_over_ranks(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
     host = parallel_state.min_over_ranks(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
+    if host is not None:
+        (host,) = replicas.agree(f"main-memory-{node.rank}", [host])
     lockable = lockable_bytes(host) if on_gpu and host is not None else None
     by_default = False
     if on_gpu and host is not None:
-        numa_host = parallel_state.min_over_ranks(_numa_memory(node, host, args.dp_size))
+        numa_host = parallel_state.min_over_ranks(_numa_memory(node, host, replicas.count))
+        (numa_host,) = replicas.agree(f"numa-memory-{node.rank}", [numa_host])
         if by_default := keeps_unasked(args, arch, numa_host):
             args, host = replace(args, enable_hierarchical_cache=True), numa_host
     probe = _library_probe(arch)
+    planned = replace(args, dp_size=replicas.count)  # its own flags hide the others
 
     def make(main_memory: MainMemory) -> Plan:
         return make_plan(
-            args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=by_default,
-            main_memory=main_memory,
+            planned, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host,
+            tier_unasked=by_default, main_memory=main_memory,
         )  # fmt: skip
 
-    plan = _with_measured_cpus(
-        args, gpu, MainMemory(lockable), lambda memory: agreed_plan(agreed, ranks.stage(rank), partial(make, memory))
-    )
+    def agree_on(memory: MainMemory) -> Plan:
+        return agreed_plan(agreed, ranks.stage(rank), partial(make, memory))
+
+    plan = _with_measured_cpus(replicas, args, gpu, MainMemory(lockable), agree_on)
     return replace(plan, warnings=(*plan.warnings, agreed.note)) if agreed.note else plan
 
 
+def _neighbours(node: Node, gpu: int, replicas: Replicas) -> Neighbours:
+    """Returns the ranks of this machine, of all replicas."""
+    each = node.layout.world_size
+    first = node.first_gpu - replicas.index * each
+    devices = [first + index * each + place for index in range(replicas.count) for place in range(len(node.ranks))]
+    addresses = [pci_address(device) for device in devices]
+    nodes = tuple(None if address is None else node_of(address) for address in addresses)
+    return Neighbours(nodes, devices.index(gpu))
+
+
 def _with_measured_cpus(
-    args: ServerArgs, gpu: int, main_memory: MainMemory, make: Callable[[MainMemory], Plan]
+    replicas: Replicas, args: ServerArgs, gpu: int, main_memory: MainMemory, make: Callable[[MainMemory], Plan]
 ) -> Plan:
     """Returns the plan that `make` makes of main memory. If experts lie there, and no flag says whether CPUs compute
     some of them, main memory is measured, and what the slowest rank found decides. A collective."""
     plan = make(main_memory)
     if plan.expert_slots is None or plan.device != "cuda" or args.kt_cpuinfer is not None:
         return plan
-    rate, cores = parallel_state.all_reduce_min(rate_for_experts(gpu))
+    rate, cores = replicas.agree(f"cpus-{args.node_rank}", parallel_state.all_reduce_min(rate_for_experts(gpu)))
     return make(replace(main_memory, rate=rate, cores=cores)) if rate else plan
 
 

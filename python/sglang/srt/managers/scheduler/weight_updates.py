@@ -51,6 +51,7 @@ class WeightUpdates:
     ) -> None:
         self.args, self.runner, self.scheduler = args, runner, scheduler
         self.memory, self.state = memory, memory.state
+        memory.lost_weights = self
         self._served: ServedWeights | None = None
         self._staged: list[TensorPair] | None = None
         self._staged_path: str | None = None
@@ -102,8 +103,9 @@ class WeightUpdates:
         self._write(self._staged, args)
         served = self.served
         served.path, served.sent, served.sent_to_draft = self._staged_path or served.path, {}, {}
+        served.written, served.replaced = False, True
         self._drop({})
-        self.state.weights_restored()
+        self._restored()
         return {}
 
     def _drop(self, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,15 +134,53 @@ class WeightUpdates:
 
     def _broke(self, error: Exception) -> str:
         """Notes that a part of the weights was written, and returns what to say."""
-        self._written.clear()
+        self.forget_written()
         self.state.break_weights(f"an update stopped half-way ({error}); send all of them again")
         return self.state.problem
+
+    def _restored(self) -> None:
+        """Notes that all weights are those of an update."""
+        self.forget_written()
+        self.state.weights_restored()
 
     def _changed(self, args: dict[str, Any]) -> None:
         """Keeps what was computed with other weights apart from now on."""
         for scheduler in getattr(self.scheduler, "schedulers", [self.scheduler]):
             scheduler.change_weights(args["key"], args["version"])
         self.memory.weights_changed()
+
+    # --- weights that were lost in a sleep ----------------------------------------------------------------------------
+
+    def tensors_read_again(self) -> list[torch.Tensor]:
+        """Returns the tensors that `read_again` writes."""
+        return self.served.tensors_read_again()
+
+    def problem_of_losing(self) -> str:
+        """Returns why weights that are lost could neither be read nor be sent; "" if they could."""
+        served = self.served
+        if served.refuse() and (why := served.problem_of_reading()):
+            return f"weights that are lost could not come back, as {why}; keep them in main memory (level 1)"
+        return ""
+
+    def problem_of_reading(self) -> str:
+        """Returns why the weights cannot be read again from where they came; "" if they can."""
+        served = self.served
+        if served.written:
+            return "tensors were sent since, which no directory has"
+        return served.problem_of_reading()
+
+    def forget_written(self) -> None:
+        """Notes that what was written of weights that could not be used is lost too."""
+        self._written.clear()
+
+    def read_again(self, key: str) -> None:
+        """Reads the weights into their memory. Raises UserError on all ranks."""
+        self.scheduler.sync()
+        load_format, seed = self.args.load_format, self.args.random_seed or 0
+        self._on_all_ranks(lambda: self.served.read_again(load_format, seed))
+        forget_staged()
+        self._changed({"key": key, "version": None})
+        self._restored()
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
@@ -180,9 +220,14 @@ class WeightUpdates:
         if group is None:
             raise StateError(f"there is no group {args['group_name']!r}: send /init_weights_update_group first")
         specs = [(name, _dtype(kind), tuple(shape)) for name, kind, shape in args["tensors"]]
-        tensors = {name: group.receive(shape, dtype) for name, dtype, shape in specs}
-        if args["bucket"]:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        tensors: Tensors = {}
+        try:
+            self._on_all_ranks(
+                lambda: tensors.update((name, group.receive(shape, kind)) for name, kind, shape in specs)
+            )
+        except UserError as error:
+            self._destroy_group(args)
+            raise UserError(f"{error}; nothing was written, and the group is closed") from None
         self._take(tensors, args)
         return {}
 
@@ -203,8 +248,7 @@ class WeightUpdates:
             self._restage({selector: kept}, args)
 
     def _write_tensors(self, tensors: Tensors, selector: str, args: dict[str, Any]) -> None:
-        parts = self.served.parts
-        chosen = parts[:1] if selector == "target" else parts[1:] if selector == "draft" else parts
+        chosen = self.served.parts(selector)
 
         def check() -> None:
             unknown = [set[str]() for _ in chosen]
@@ -224,13 +268,14 @@ class WeightUpdates:
                     put(part, tensors)
         except Exception as error:
             raise UserError(self._broke(error)) from None
+        self.served.written = self.served.written or selector != "draft"
         self._changed(args)
         if not self.state.weights_lost and not self.state.broken:
             return
         self._written.update(tensors)
-        if all(not lacks(part, self._written) for part in parts):
-            self._written.clear()
-            self.state.weights_restored()
+        lost = self.served.parts("all" if self.state.broken else "target")  # a draft keeps its weights in a sleep
+        if parallel_state.all_ranks_agree(not any(lacks(part, self._written) for part in lost)):
+            self._restored()
 
     def _restage(self, collected: dict[str, Tensors], args: dict[str, Any]) -> None:
         """Stages and commits a copy of the directory's weights with all tensors that were ever sent."""
@@ -242,7 +287,7 @@ class WeightUpdates:
         self._on_all_ranks(lambda: pairs.extend(self._copy(None, sent, to_draft)))
         self._write(pairs, args)
         served.sent, served.sent_to_draft = sent, to_draft
-        self.state.weights_restored()
+        self._restored()
         pairs.clear()
         forget_staged()
 
@@ -277,7 +322,7 @@ class WeightUpdates:
         """Returns the first values of a tensor of this rank, by the checkpoint's name."""
         self.state.refuse_without_weights()
         name, served = args["name"], self.served
-        for part in served.parts:
+        for part in (*served.parts("target"), *served.parts("draft")):
             for param in part.params.values():
                 for key, piece in param.parts.items():
                     if part.weights.checkpoint_name(param.name, key) == name:
@@ -293,9 +338,10 @@ class WeightUpdates:
         self.scheduler.sync()
         action, skipped = args["action"], set(args["skip"])
         if action == "reset_tensors":
+            self.forget_written()
             self.state.break_weights("they were reset by /weights_checker; send all of them again")
             with torch.inference_mode():
-                for _, tensor in self.served.tensors(args["selector"]):
+                for tensor in self.served.replaceable(args["selector"]):
                     tensor.zero_()
             self._changed({"key": args["key"], "version": None})
             return {}

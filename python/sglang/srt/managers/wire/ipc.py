@@ -82,6 +82,9 @@ class Ports:
     tokenizer_input: str
     keys: Keys | None = None
     """Keys of the channels from and to a front on another machine; None: all sockets are of this machine."""
+    replica: int = 0
+    num_replicas: int = 1
+    """The number of this replica, and of those that share `root`."""
 
     @classmethod
     def create(cls) -> Ports:
@@ -105,8 +108,10 @@ class Ports:
                 scheduler_input=_address(each, "scheduler"),
                 detokenizer_input=_address(each, "detokenizer"),
                 tokenizer_input=_address(each, "tokenizer"),
+                replica=index,
+                num_replicas=count,
             )
-            for each in directories
+            for index, each in enumerate(directories)
         ]
 
     def with_tcp_addresses(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:

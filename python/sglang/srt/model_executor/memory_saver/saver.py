@@ -70,7 +70,7 @@ class MemorySaver:
         self.changes_weights = False
         """Whether steps, or adapters, write into the arena of the weights: a copy is then made at each sleep."""
         self.from_files: Callable[[], Iterable[torch.Tensor]] = lambda: ()
-        """Returns the tensors that hold what the model's files do, and nothing else."""
+        """Returns the tensors that can be read again from the model's files."""
         self.seconds: dict[str, float] = {}
         """Of the last sleep and the last wake, and of the copies in them."""
         self._copy: HostCopy | None = None

@@ -214,13 +214,15 @@ class TransformersModel(CausalLM):
         """Computes the whole batch at once."""
         return self(batch)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapter_slots: torch.Tensor | None = None) -> torch.Tensor:
         """Returns logits [R, V] fp32 of hidden [R, H] on every rank; [R, 0] in stages before the last."""
         if self.logits_of is None:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.logits_of.logits(hidden).float()
 
-    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+    def step_logits(
+        self, hidden: torch.Tensor, exchange: RowExchange | None, adapter_slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns logits as `logits` does."""
         return self.logits(hidden)
 

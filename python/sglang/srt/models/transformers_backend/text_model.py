@@ -84,11 +84,13 @@ class TextModel(TransformersModel):
             states = layer(states)
         return states
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapter_slots: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the rows as they are: nothing is sampled of them, but the checks at start-up compare them."""
         return hidden
 
-    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+    def step_logits(
+        self, hidden: torch.Tensor, exchange: RowExchange | None, adapter_slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns what `logits` does."""
         return hidden
 

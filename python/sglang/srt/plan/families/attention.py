@@ -61,8 +61,17 @@ def _rope(c: Config, head_dim: int, window: int, rotary: Mapping[str, Any]) -> R
     for these layers."""
     layer_type = (WINDOWED if window else FULL) if by_layer_type(c.values) else ""
     theta = next((c.values[key] for key in WINDOW_THETAS if c.values.get(key) is not None), None)
-    changed = {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
-    return c.rope(head_dim, layer_type, **changed, **rotary)
+    changed = _with_base(c, theta) if window and theta is not None else {}
+    return c.rope(head_dim, layer_type, **{**changed, **rotary})
+
+
+def _with_base(c: Config, theta: float) -> dict[str, Any]:
+    """Returns the rotary keys of layers with the base `theta`, which are not scaled. `rope_parameters` that do not
+    differ by layer type are those of the other layers, but for the share of a head that rotates."""
+    written = c.values.get("rope_parameters")
+    share = written.get("partial_rotary_factor") if isinstance(written, Mapping) else None
+    own = {} if share is None else {"rope_parameters": {"partial_rotary_factor": share, "rope_theta": theta}}
+    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": None, **own}
 
 
 def full_and_windowed(attention: Callable[..., Mixer]) -> dict[str, Callable[[Config], Mixer]]:

@@ -1,5 +1,5 @@
-"""MiMo-V2: window layers have other numbers of KV heads, and sinks; values are narrower than keys; a third of a head
-rotates."""
+"""MiMo-V2 to V2.6: window layers have other numbers of KV heads, and sinks; values are narrower than keys; a third of
+a head rotates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def mimo_v2(c: Config) -> Model:
     c.only("scoring_func", "sigmoid")
     c.only("topk_method", "noaux_tc")
     c.only(LAYOUT, SPLIT, FUSED)
-    c.ignore("attention_chunk_size")  # the window's size once more
+    c.only("moe_router_dtype", "bfloat16", "float32")  # of the products; the sums are fp32 either way
+    c.ignore("attention_chunk_size", "processor_config")  # the window's size once more; sizes of images
     c = c.renamed({"layernorm_epsilon": "rms_norm_eps"})
     kinds = layer_kinds(c)
     if c.values.get("layer_types") is None and c.values.get("hybrid_layer_pattern") is not None:
@@ -102,8 +103,8 @@ _MTP = MTPLayerPerToken(
 
 
 MIMO_V2 = Family(
-    title="MiMo-V2-Flash and MiMo-V2.5",
-    # Later checkpoints with the same layers, such as V2.5 and V2.5-Pro, have the second name.
+    title="MiMo-V2-Flash, MiMo-V2.5 and MiMo-V2.6",
+    # Later checkpoints with the same layers, such as V2.5 and V2.6-Flash-RL, have the second name.
     model_types=("mimo_v2_flash", "mimo_v2"),
     architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
     read=mimo_v2,
@@ -111,7 +112,7 @@ MIMO_V2 = Family(
         MODEL_NAMES,
         {**ATTENTION_NAMES, **MLP_NAMES, **EXPERT_NAMES},
         aliases=(*CACHE_SCALE_ALIASES, (".self_attn.attention_sink_bias", ".self_attn.sinks")),
-        # V2.5 also has encoders of images and sound.
+        # V2.5 and V2.6 also have encoders of images and sound.
         unread=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."),
     ),
     mtp=_MTP,

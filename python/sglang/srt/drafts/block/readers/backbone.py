@@ -6,11 +6,13 @@ Source: the format in which z-lab publishes DFlash drafts, which DeepSeek's DSpa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.model_path import MASK_VECTOR_FILE
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.config import DraftConfig, check_sizes
@@ -21,8 +23,9 @@ from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4, gemma4
 from sglang.srt.plan.families.qwen3 import QWEN3
+from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
-from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, CACHE_SCALE_ALIASES, MLP_NAMES, QK_NORM_NAMES, WeightMap
 
 _MODEL_NAMES: Mapping[str, str] = {
     "embed": "embed_tokens",
@@ -48,6 +51,7 @@ def names_of(more: Mapping[str, str], in_layers: Mapping[str, str] | None = None
         {**_LAYER_NAMES, **(in_layers or {})},
         "layers.{layer}.",
         beginnings=(("model.", ""),),
+        aliases=(*CACHE_SCALE_ALIASES, (".self_attn.attention_sink_bias", ".self_attn.sinks")),
         decoder="",
     )
 
@@ -71,9 +75,11 @@ def describe_block_draft(
     aux_layers: tuple[int, ...],
     head_size: int,
     plain_ends: bool = False,
+    fit_attention: Callable[[Mixer], Mixer] = lambda mixer: mixer,
 ) -> DraftDescription:
     """Describes a draft with this backbone. `form`: without what the target and the layers say. `aux_layers`,
-    `head_size`, `plain_ends`: as in DraftDescription. Raises UserError for a config that does not match the target."""
+    `head_size`, `plain_ends`: as in DraftDescription. `fit_attention`: makes a layer's attention of the backbone's.
+    Raises UserError for a config that does not match the target."""
     keys = config.reader()
     family = _backbone(architecture_of(keys), names)
     names = family.names
@@ -87,11 +93,14 @@ def describe_block_draft(
         )
     if not 0 <= form.mask_token < target.vocab_size:
         raise UserError(f"{keys.source}: mask_token_id {form.mask_token} is no token of the {target.vocab_size:,}.")
-    model = replace(in_blocks(model, form.size), names=replace(names, unread=(*names.unread, *_OF_VERIFIER)))
+    layers = tuple(replace(layer, mixer=fit_attention(layer.mixer)) for layer in model.layers)
+    model = in_blocks(replace(model, layers=layers), form.size)
+    model = replace(model, names=replace(names, unread=(*names.unread, *_OF_VERIFIER)))
+    mask_vector = (Path(config.model_path) / MASK_VECTOR_FILE).is_file()
     draft = DraftDescription(
         kind=config.kind,
         model=model,
-        form=replace(form, num_layers=len(model.layers)),
+        form=replace(form, num_layers=len(model.layers), mask_vector=mask_vector),
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
         aux_layers=aux_layers,

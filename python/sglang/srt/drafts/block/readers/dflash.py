@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
@@ -22,6 +23,7 @@ from sglang.srt.drafts.block.readers.backbone import (
     names_of,
     reduced_head,
 )
+from sglang.srt.drafts.block.readers.mimo import MIMO_KEYS, TRAINING_KEYS, fit_attention, fit_mimo
 from sglang.srt.drafts.block.readers.muse import ASSISTANT_ARCHITECTURE, ASSISTANT_NAMES, fit_assistant
 from sglang.srt.drafts.block.spec import Block, Convolution, Domino, Head, Selector
 from sglang.srt.drafts.config import DraftConfig
@@ -70,6 +72,7 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     if assistant:
         config = replace(config, values=fit_assistant(config.values, target, config.source))
     inner = _settings(keys)
+    config = replace(config, values=fit_mimo(config.values, inner, target))
     head, size = _head(inner, target.vocab_size), reduced_head(keys, target)
     if head is not None and size:
         raise UserError(
@@ -88,7 +91,9 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
         convolution=_convolution(inner, keys.positive("hidden_size")),
     )
     names = names_of(_HEAD_NAMES | (ASSISTANT_NAMES if assistant else {}), _CONVOLUTION_NAMES)
-    return describe_block_draft(config, target, form, names, aux_layers, size, plain_ends=assistant)
+    return describe_block_draft(
+        config, target, form, names, aux_layers, size, plain_ends=assistant, fit_attention=partial(fit_attention, inner)
+    )
 
 
 def dflash_rows(keys: ConfigReader) -> int:
@@ -109,7 +114,7 @@ def _inner(keys: ConfigReader) -> ConfigReader:
 def _settings(keys: ConfigReader) -> ConfigReader:
     """Returns the keys of `dflash_config`. Raises UserError for drafts that are not computed here."""
     inner = _inner(keys)
-    known = _BACKBONE.union(_COMPUTED, *_HEADS.values())
+    known = _BACKBONE.union(_COMPUTED, MIMO_KEYS, TRAINING_KEYS, *_HEADS.values())
     unknown = sorted(inner.values.keys() - known)
     if unknown:
         raise UserError(f"{inner.source} has unknown keys: {', '.join(unknown)}. Take EAGLE3 or NGRAM.")

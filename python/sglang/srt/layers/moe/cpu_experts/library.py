@@ -114,7 +114,8 @@ def load_library() -> ctypes.CDLL:
     pointer, int_pointer = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
     signatures = {
         "kernels": (ctypes.c_char_p, [ctypes.c_int]),
-        "create": (pointer, [ctypes.c_int, int_pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
+        "create": (pointer, [*[ctypes.c_int, int_pointer] * 2, *[ctypes.c_int] * 3]),
+        "first_row": (ctypes.c_int, [ctypes.c_int] * 3),
         "add_layer": (
             ctypes.c_int, [pointer, ctypes.POINTER(Matrix), ctypes.POINTER(Matrix), ctypes.POINTER(Activated)],
         ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang.srt.configs.activation import Activation, gate_constants
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.cpu_cores import ThreadPlaces
 from sglang.srt.layers.moe.cpu_experts.library import Activated, Mailbox, Matrix, load_library
 from sglang.srt.layers.moe.cpu_experts.ops import Request
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
@@ -71,22 +71,23 @@ class PoolTotals:
 
 
 class CpuExpertPool:
-    """Threads that compute experts, the caller's among them. `cpus`: a CPU for each thread (-1: any); requests have up
-    to `max_tokens` tokens and `max_pairs` (token, expert) pairs. `avx2`: leaves newer instructions out. Raises
-    UserError."""
+    """Threads that compute experts, the caller's among them. `places`: where each thread runs, and the nodes that have
+    rows of every matrix; requests have up to `max_tokens` tokens and `max_pairs` (token, expert) pairs. `avx2`: leaves
+    newer instructions out. Raises UserError."""
 
-    def __init__(self, cpus: Sequence[int], max_tokens: int, max_pairs: int, avx2: bool = False) -> None:
+    def __init__(self, places: ThreadPlaces, max_tokens: int, max_pairs: int, avx2: bool = False) -> None:
         self.library = library = load_library()
         name = library.cpu_experts_kernels(int(avx2))
         if name is None:
             raise UserError("CPUs cannot compute experts: this CPU has no AVX2")
         self.kernels, self.max_tokens, self.max_pairs = name.decode(), max_tokens, max_pairs
         self.hidden_sizes: list[int] = []
-        numbers = (ctypes.c_int * len(cpus))(*cpus)
-        self._pool = library.cpu_experts_create(len(cpus), numbers, max_tokens, max_pairs, int(avx2))
+        threads, nodes = len(places.cpus), max(1, len(places.nodes))
+        cpus, node_of = ((ctypes.c_int * threads)(*numbers) for numbers in (places.cpus, places.node_of))
+        self._pool = library.cpu_experts_create(threads, cpus, nodes, node_of, max_tokens, max_pairs, int(avx2))
         if not self._pool:
             raise UserError(
-                f"{FLAG}: the system starts no {len(cpus)} threads for a rank; use fewer, or raise the limit of"
+                f"{FLAG}: the system starts no {threads} threads for a rank; use fewer, or raise the limit of"
                 " processes (ulimit -u, docker run --pids-limit)"
             )
         self._weights: list[ExpertWeights] = []

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.cpu_cores import cores, threads_on_cores
+from sglang.srt.hardware.cpu_cores import ANY_CPU, ThreadPlaces, place_beside_others
 from sglang.srt.layers.moe.cpu_experts import ops
 from sglang.srt.layers.moe.cpu_experts.doorbell import Doorbell
 from sglang.srt.layers.moe.cpu_experts.ops import DONE, FETCHED, MAX_PAIRS, MAX_TOKENS, WHOLE, Request
@@ -28,9 +28,26 @@ class CpuExperts:
     """What the layers of a model share: threads, and the memory in which steps ask and CPUs answer."""
 
     def __init__(self) -> None:
+        self.places: ThreadPlaces | None = None
         self.pool: CpuExpertPool | None = None
         self.bell: Doorbell | None = None
         self.hidden = 0
+
+    def place(self, threads: int) -> ThreadPlaces:
+        """Decides where so many threads run, once for all layers."""
+        if self.places is None:
+            self.places = place_beside_others(threads)
+            if ANY_CPU in self.places.cpus:
+                logger.warning(
+                    "%s: the %d threads of a rank have no physical core each; more threads than cores are slower",
+                    FLAG, threads,
+                )  # fmt: skip
+        return self.places
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Returns the NUMA nodes among which rows of experts are divided; none: they are not."""
+        return () if self.places is None else self.places.nodes
 
     def start(self, threads: int, hidden: int, device: torch.device) -> CpuExpertPool:
         """Returns the pool, which the first layer starts, for rows of `hidden` columns. Raises UserError."""
@@ -38,12 +55,7 @@ class CpuExperts:
             if self.hidden != hidden:
                 raise UserError(f"CPUs compute experts of layers with one hidden size, not {self.hidden} and {hidden}")
             return self.pool
-        if threads > (usable := len(cores())):
-            logger.warning(
-                "%s: a rank has %d threads and may use %d physical cores; more threads than cores are slower",
-                FLAG, threads, usable,
-            )  # fmt: skip
-        self.pool, self.hidden = CpuExpertPool(threads_on_cores(threads), MAX_TOKENS, MAX_PAIRS), hidden
+        self.pool, self.hidden = CpuExpertPool(self.place(threads), MAX_TOKENS, MAX_PAIRS), hidden
         sizes = {"words": 4 * ops.WORDS, "ids": 4 * MAX_PAIRS, "weights": 4 * MAX_PAIRS}
         sizes |= {"x": 2 * MAX_TOKENS * hidden, "results": 4 * MAX_TOKENS * hidden}
         places, end = {}, 0

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from sglang.srt.layers.native_adapters import ExpertAdapterKernels
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.adapters import sum_of_spans
 
 if TYPE_CHECKING:
     from sglang.srt.layers.native_adapters import ExpertAdapterWeights
@@ -130,15 +131,6 @@ def shrink_pairs_kernel(
             tl.store(at + part * R + r[None, :], total, mask=here[:, None] & (r < rank)[None, :])
 
 
-@triton.jit
-def _sums(low, span_stride, here, SPANS: tl.constexpr, dtype: tl.constexpr):
-    """Returns A x, rounded as the reference rounds it. The loads of all spans are in flight together."""
-    sums = tl.load(low, mask=here, other=0.0)
-    for span in tl.static_range(1, SPANS):
-        sums += tl.load(low + span * span_stride, mask=here, other=0.0)
-    return sums.to(dtype)
-
-
 @triton.jit(do_not_specialize=["num_pairs", "num_experts"])
 def expand_pairs_kernel(
     low,
@@ -186,12 +178,13 @@ def expand_pairs_kernel(
     if rank > 0:
         stride = num_pairs.to(tl.int64) * width
         low_rows = low + place.to(tl.int64)[:, None] * width + part * R + r[None, :]
-        delta = tl.dot(_sums(low_rows, stride, here[:, None] & (r < rank)[None, :], SPANS, b.dtype.element_ty), weight)
+        read = here[:, None] & (r < rank)[None, :]
+        delta = tl.dot(sum_of_spans(low_rows, stride, read, SPANS, b.dtype.element_ty), weight)
         for start in range(BLOCK_R, rank, BLOCK_R):
             more = start + r < rank
             weight = tl.load(b_rows + start, mask=more[:, None] & inside[None, :], other=0.0)
             read = here[:, None] & more[None, :]
-            delta = tl.dot(_sums(low_rows + start, stride, read, SPANS, b.dtype.element_ty), weight, delta)
+            delta = tl.dot(sum_of_spans(low_rows + start, stride, read, SPANS, b.dtype.element_ty), weight, delta)
         tl.store(at, (before.to(tl.float32) + delta).to(out.dtype.element_ty), mask=changes)
 
 

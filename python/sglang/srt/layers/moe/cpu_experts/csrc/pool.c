@@ -13,6 +13,9 @@
 
 #define MAX_THREADS 256
 #define MAX_LAYERS 1024
+#define MAX_NODES 16
+/* Rows of a part, but for the last one of a matrix. */
+#define ROWS 16
 /* Polls for which a thread keeps its CPU: about a millisecond, longer than the rest of a layer takes a GPU. */
 #define POLLS 20000
 /* Nanoseconds without a ring after which the doorbell is looked at every 50 microseconds only. */
@@ -59,6 +62,7 @@ struct pool {
     struct layer *layers;
     pthread_t workers[MAX_THREADS];
     int cpus[MAX_THREADS];
+    int num_nodes, node_of[MAX_THREADS]; /* rows of each matrix are divided among so many nodes; of a thread */
     uint8_t *prepared[MAX_THREADS]; /* rows of x or of the activations, for the thread alone */
     size_t prepared_bytes;
     float *scratch[MAX_THREADS];
@@ -67,9 +71,9 @@ struct pool {
 
     /* The request at work: pairs by expert. */
     struct request request;
-    int num_pairs, num_experts, chunk[2], units[2];
+    int num_pairs, num_experts, chunk[2], units[2][MAX_NODES];
     int *pair, *expert, *first; /* pair [max_pairs]; expert, first of its pairs [max_pairs + 1] */
-    _Alignas(64) _Atomic int taken[2];
+    struct { _Alignas(64) _Atomic int next; } taken[2][MAX_NODES];
     _Alignas(64) _Atomic int finished[2];
     _Alignas(64) _Atomic uint64_t generation;
     _Alignas(64) _Atomic int working, sleepers, stopping;
@@ -95,7 +99,16 @@ static uint64_t now_ns(void) {
 
 static int inter_size(const struct layer *l) { return l->down.cols; }
 
-/* Sorts the pairs by expert, and divides the rows of both products into units that threads take. */
+/* The first row of a matrix with `rows` rows that lies on a node; cpu_experts_first_row for Python. */
+static int first_row(int rows, int nodes, int node) {
+    return node == nodes ? rows : (int)((int64_t)rows * node / nodes / ROWS * ROWS);
+}
+
+static int parts_of(const struct pool *p, int rows, int node, int chunk) {
+    return (first_row(rows, p->num_nodes, node + 1) - first_row(rows, p->num_nodes, node) + chunk - 1) / chunk;
+}
+
+/* Sorts the pairs by expert, and divides the rows of both products into units that threads take: those of each node. */
 static void divide(struct pool *p) {
     const struct request *q = &p->request;
     int all = q->tokens * q->top_k, count = 0;
@@ -116,8 +129,10 @@ static void divide(struct pool *p) {
     for (int phase = 0; phase < 2; phase++) {
         int chunk = rows[phase] * parts[phase] / (8 * p->threads) / 16 * 16;
         p->chunk[phase] = chunk < 16 ? 16 : chunk > 64 ? 64 : chunk;
-        p->units[phase] = count ? (rows[phase] + p->chunk[phase] - 1) / p->chunk[phase] * parts[phase] : 0;
-        atomic_store_explicit(&p->taken[phase], 0, memory_order_relaxed);
+        for (int n = 0; n < p->num_nodes; n++) {
+            p->units[phase][n] = count ? parts_of(p, rows[phase], n, p->chunk[phase]) * parts[phase] : 0;
+            atomic_store_explicit(&p->taken[phase][n].next, 0, memory_order_relaxed);
+        }
         atomic_store_explicit(&p->finished[phase], 0, memory_order_relaxed);
     }
 }
@@ -134,11 +149,12 @@ static const void *prepared_row(struct pool *p, int thread, const struct matrix 
 }
 
 /* Gate, up and activation of `count` intermediate columns of one expert. */
-static void first_unit(struct pool *p, int thread, int unit) {
+static void first_unit(struct pool *p, int thread, int node, int unit) {
     const struct layer *l = p->request.layer;
-    int size = inter_size(l), parts = (size + p->chunk[0] - 1) / p->chunk[0];
-    int which = unit / parts, begin = unit % parts * p->chunk[0];
-    int count = begin + p->chunk[0] > size ? size - begin : p->chunk[0];
+    int size = inter_size(l), parts = parts_of(p, size, node, p->chunk[0]);
+    int which = unit / parts, begin = first_row(size, p->num_nodes, node) + unit % parts * p->chunk[0];
+    int end = first_row(size, p->num_nodes, node + 1);
+    int count = begin + p->chunk[0] > end ? end - begin : p->chunk[0];
     float *gate = p->scratch[thread], *up = gate + PASS * 64;
     for (int i = p->first[which]; i < p->first[which + 1]; i += PASS) {
         int num = p->first[which + 1] - i < PASS ? p->first[which + 1] - i : PASS;
@@ -153,11 +169,12 @@ static void first_unit(struct pool *p, int thread, int unit) {
 }
 
 /* Some columns of the output, of all experts. */
-static void second_unit(struct pool *p, int thread, int unit) {
+static void second_unit(struct pool *p, int thread, int node, int unit) {
     const struct request *q = &p->request;
     const struct layer *l = q->layer;
-    int hidden = l->down.rows, begin = unit * p->chunk[1];
-    int count = begin + p->chunk[1] > hidden ? hidden - begin : p->chunk[1];
+    int hidden = l->down.rows, begin = first_row(hidden, p->num_nodes, node) + unit * p->chunk[1];
+    int end = first_row(hidden, p->num_nodes, node + 1);
+    int count = begin + p->chunk[1] > end ? end - begin : p->chunk[1];
     float *part = p->scratch[thread];
     for (int t = 0; t < q->tokens; t++) memset(q->out + (size_t)t * hidden + begin, 0, (size_t)count * 4);
     for (int which = 0; which < p->num_experts; which++)
@@ -179,22 +196,26 @@ static void relax(long polls) {
     else __builtin_ia32_pause();
 }
 
-/* A thread's part of the request. */
+/* A thread's part of the request: units of its own node, then what others have left. */
 static void work(struct pool *p, int thread) {
     const struct layer *l = p->request.layer;
     const struct matrix *of[2] = {&l->up, &l->down};
     for (int phase = 0; phase < 2; phase++) {
-        int unit, some = 0;
-        while ((unit = atomic_fetch_add(&p->taken[phase], 1)) < p->units[phase]) {
-            if (!some++) {
-                if (phase) prepare_rows(p, thread, of[1], p->inter, p->num_pairs);
-                else prepare_rows(p, thread, of[0], p->request.x, p->request.tokens);
+        int unit, some = 0, all = 0;
+        for (int step = 0; step < p->num_nodes; step++) {
+            int node = (p->node_of[thread] + step) % p->num_nodes;
+            all += p->units[phase][node];
+            while ((unit = atomic_fetch_add(&p->taken[phase][node].next, 1)) < p->units[phase][node]) {
+                if (!some++) {
+                    if (phase) prepare_rows(p, thread, of[1], p->inter, p->num_pairs);
+                    else prepare_rows(p, thread, of[0], p->request.x, p->request.tokens);
+                }
+                if (phase) second_unit(p, thread, node, unit);
+                else first_unit(p, thread, node, unit);
+                atomic_fetch_add(&p->finished[phase], 1);
             }
-            if (phase) second_unit(p, thread, unit);
-            else first_unit(p, thread, unit);
-            atomic_fetch_add(&p->finished[phase], 1);
         }
-        for (long polls = 0; atomic_load(&p->finished[phase]) < p->units[phase]; polls++) relax(polls);
+        for (long polls = 0; atomic_load(&p->finished[phase]) < all; polls++) relax(polls);
     }
 }
 
@@ -368,16 +389,19 @@ void cpu_experts_destroy(struct pool *p) {
     free(p);
 }
 
-/* Returns a pool of `threads`, the caller's among them; `cpus` of each, -1: any. NULL if the CPU runs no kernels, or the
- * system starts no more threads. */
-struct pool *cpu_experts_create(int threads, const int *cpus, int max_tokens, int max_pairs, int avx2) {
-    if (threads < 1 || threads > MAX_THREADS || !cpu_experts_kernels(avx2)) return NULL;
+/* Returns a pool of `threads`, the caller's among them; `cpus` of each, -1: any. Rows of all matrices lie on `nodes`
+ * nodes, and each thread is on one (`node_of`). NULL if the CPU runs no kernels, or the system starts no more threads. */
+struct pool *cpu_experts_create(int threads, const int *cpus, int nodes, const int *node_of, int max_tokens,
+                                int max_pairs, int avx2) {
+    if (threads < 1 || threads > MAX_THREADS || nodes < 1 || nodes > MAX_NODES || !cpu_experts_kernels(avx2)) return NULL;
     struct pool *p = aligned(sizeof *p);
     memset(p, 0, sizeof *p);
     p->kernels = !avx2 && has_avx512() ? &kernels_avx512 : &kernels_avx2;
     p->kernels->start();
     p->threads = threads, p->max_tokens = max_tokens, p->max_pairs = max_pairs;
     memcpy(p->cpus, cpus, (size_t)threads * sizeof *cpus);
+    p->num_nodes = nodes;
+    memcpy(p->node_of, node_of, (size_t)threads * sizeof *node_of);
     p->layers = aligned(MAX_LAYERS * sizeof *p->layers);
     p->pair = aligned((size_t)(max_pairs + 1) * 12);
     p->expert = p->pair + max_pairs + 1, p->first = p->expert + max_pairs + 1;
@@ -395,6 +419,8 @@ struct pool *cpu_experts_create(int threads, const int *cpus, int max_tokens, in
     }
     return p;
 }
+
+int cpu_experts_first_row(int rows, int nodes, int node) { return first_row(rows, nodes, node); }
 
 /* Adds a layer and returns its number, -1 if there are too many. Not while a request is at work. */
 int cpu_experts_add_layer(struct pool *p, const struct matrix *up, const struct matrix *down,
