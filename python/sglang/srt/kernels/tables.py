@@ -54,6 +54,7 @@ from sglang.srt.kernels.conditions import (
     only_packed,
     only_quant,
     scaled_mm_or_triton,
+    trellis_tiles,
 )
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
@@ -143,6 +144,15 @@ FUSED_MOE = (
         remark=dequantized,
     ),
     KernelSpec(
+        "triton_trellis",
+        f"{_TRITON}.trellis_experts:fused_moe",
+        CP_ASYNC,
+        "triton",
+        refuse=all_of(HALF, only_quant(EXL3.name)),
+        asked_as="triton",
+        remark=trellis_tiles,
+    ),
+    KernelSpec(
         "torch_trellis",
         f"{_TRELLIS}_banks:fused_moe",
         refuse=only_quant(EXL3.name),
@@ -187,6 +197,15 @@ LINEAR = (
         remark=dequantized_in_registers,
     ),
     KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
+    KernelSpec(
+        "triton_trellis",
+        f"{_TRITON}.trellis_products:trellis_linear",
+        CP_ASYNC,
+        "triton",
+        refuse=all_of(HALF, only_quant(EXL3.name)),
+        asked_as="triton",
+        remark=trellis_tiles,
+    ),
     KernelSpec(
         "torch_trellis",
         f"{_TRELLIS}:trellis_linear",

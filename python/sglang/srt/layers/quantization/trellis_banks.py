@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.activation import Activation
-from sglang.srt.configs.trellis import Trellis
+from sglang.srt.configs.trellis import BLOCK, Trellis
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.moe.expert_weights import Waves
 from sglang.srt.layers.moe.pair_adapters import PairAdapters
@@ -20,7 +20,8 @@ from sglang.srt.layers.quantization.trellis import TrellisModule, multiply
 @dataclass(frozen=True, slots=True)
 class TrellisBank:
     """One projection of a rank's experts. `tiles` int16 [E, in / 16, out / 16, words]; `suh` [E, in] and `svh` [E, out]
-    float16, zero behind `rows` outputs and `cols` inputs; both sizes are padded to whole blocks."""
+    float16, zero behind `rows` outputs and `cols` inputs; both sizes are padded to whole blocks. `places` as of
+    `places_of`."""
 
     form: Trellis
     tiles: torch.Tensor
@@ -28,10 +29,16 @@ class TrellisBank:
     svh: torch.Tensor
     rows: int
     cols: int
+    places: torch.Tensor
 
     def expert(self, number: int) -> TrellisModule:
         """Returns one expert's matrix."""
         return TrellisModule(self.form, self.tiles[number], self.suh[number], self.svh[number], 0, self.rows)
+
+
+def places_of(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Returns, int32 [blocks, 3], where the first of a block's columns goes, and which outputs there are."""
+    return torch.tensor([(begin, 0, rows) for begin in range(0, columns, BLOCK)], dtype=torch.int32, device=device)
 
 
 Banks = tuple[TrellisBank, ...]

@@ -11,7 +11,7 @@ from sglang.srt.configs.trellis import DEFAULT_CODEBOOK, TILE, Trellis, padded
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import Fill, Scope, TensorPart, WeightShard, constant, random_codes
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
-from sglang.srt.layers.quantization.trellis_banks import Banks, TrellisBank
+from sglang.srt.layers.quantization.trellis_banks import Banks, TrellisBank, places_of
 from sglang.srt.layers.quantization.trellis_linear import (
     DUMMY_OUTPUT_SCALE,
     MARKER_DTYPES,
@@ -91,4 +91,4 @@ def _bank(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, shard: Weigh
         param(form.codebook, (), marker, constant(0), torch.int32, True)
     for name, one in own.params.items():
         scope.params[f"{name}.{shard.part}"] = one
-    return TrellisBank(form, words, scales[0], scales[1], high, wide)
+    return TrellisBank(form, words, scales[0], scales[1], high, wide, places_of(high, padded(high), words.device))
