@@ -24,6 +24,10 @@ MARKERS: Mapping[str, int] = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 DEFAULT_CODEBOOK = "3inst"
 CODEBOOKS = (DEFAULT_CODEBOOK, *MARKERS)
 _MARKER_BYTES = 4
+DECODED_BYTES = 64 << 20
+"""Most bytes of a matrix that are decoded at once, for many rows."""
+CHUNK_TOKENS = 1024
+"""Most tokens whose choices of experts are computed at once: transformed inputs take much memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from sglang.srt.configs.activation import Activation
-from sglang.srt.configs.trellis import TILE
+from sglang.srt.configs.trellis import CHUNK_TOKENS, TILE
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.moe.expert_weights import Waves
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
@@ -29,8 +29,6 @@ from sglang.srt.layers.triton_ops.trellis_products import FEW_TILE, MAX_ROWS, tr
 MANY_ROWS = 64
 """Pairs of a block where an expert has at least half as many on average."""
 MANY_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
-CHUNK_TOKENS = 1024
-"""Most tokens whose pairs are computed at once: transformed inputs take much memory."""
 
 
 def fused_moe(

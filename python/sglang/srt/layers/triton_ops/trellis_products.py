@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from sglang.srt.configs.trellis import BLOCK, TILE, Trellis
+from sglang.srt.configs.trellis import BLOCK, DECODED_BYTES, TILE, Trellis
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.quantization.activations import Activations, values_of
@@ -35,8 +35,6 @@ PROGRAMS = 512
 """Programs into which a product of few rows is split, if its columns allow."""
 LEAST_CHUNK = 256
 """Fewest columns of x of a program."""
-DECODED_BYTES = 64 << 20
-"""Most bytes of a matrix that are decoded at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +111,9 @@ def product(
     parts = torch.empty((splits, num_rows, columns), dtype=dtype, device=x.device)
     for module in weight.modules:
         if few:
-            _few_rows(inner[module.inputs], module, parts, chunk)
+            few_rows(inner[module.inputs], module, parts, chunk)
         else:
-            _many_rows(inner[module.inputs], module, parts[0])
+            many_rows(inner[module.inputs], module, parts[0])
     transform_outputs(parts, weight.svh, weight.places, out, bias)
     return out
 
@@ -159,7 +157,8 @@ def splits_of(columns: int, size: int) -> tuple[int, int]:
     return triton.cdiv(size, chunk), chunk
 
 
-def _few_rows(x: torch.Tensor, module: PackedModule, parts: torch.Tensor, chunk: int) -> None:
+def few_rows(x: torch.Tensor, module: PackedModule, parts: torch.Tensor, chunk: int) -> None:
+    """Fills the module's columns of parts [splits, T, columns] with sums over `chunk` columns of x [T, padded K]."""
     grid = (module.columns // FEW_TILE["BLOCK_N"], parts.shape[0])
     product_kernel[grid](
         x, module.tiles, parts, module.tiles, module.tiles, module.tiles, len(x), x.shape[1], module.tiles.shape[1],
@@ -169,7 +168,8 @@ def _few_rows(x: torch.Tensor, module: PackedModule, parts: torch.Tensor, chunk:
     )  # fmt: skip
 
 
-def _many_rows(x: torch.Tensor, module: PackedModule, out: torch.Tensor) -> None:
+def many_rows(x: torch.Tensor, module: PackedModule, out: torch.Tensor) -> None:
+    """Fills the module's columns of out [T, columns] with x [T, padded K] times its matrix."""
     size = x.shape[1]
     step = max(BLOCK, DECODED_BYTES // (2 * size) // BLOCK * BLOCK)
     for begin in range(0, module.columns, step):
