@@ -13,8 +13,8 @@ from sglang.srt.layers.triton_ops import trellis_experts, trellis_products
 
 from .inputs import BF16, empty
 
-_WHOLE = [Trellis(half_bits, codebook) for codebook in CODEBOOKS for half_bits in range(2, 17, 2)]
-_HALVES = [Trellis(half_bits, "mul1") for half_bits in range(3, 17, 2)]
+_FORMS = [Trellis(half_bits, codebook) for codebook in CODEBOOKS for half_bits in (6, 8)]
+"""Kernels for four bits know that; others take any."""
 SIZE, EXPERTS = 1024, 8
 
 
@@ -24,11 +24,11 @@ def _tensors(form: Trellis, *experts: int) -> tuple[torch.Tensor, ...]:
 
 
 def launch_trellises() -> None:
-    for form in (*_WHOLE, *_HALVES):
+    for form in _FORMS:
         weight = TrellisWeight([TrellisModule(form, *_tensors(form), 0, SIZE)], SIZE)
         run = trellis_products.trellis_linear(weight, CPU, ())
         for tokens in (1, 4 * trellis_products.MAX_ROWS):
-            for out_dtype in (None, torch.float32) if form == _WHOLE[0] else (None,):
+            for out_dtype in (None, torch.float32) if form == _FORMS[0] else (None,):
                 run(empty(tokens, SIZE), None, out_dtype)
                 run(empty(tokens, SIZE), empty(SIZE), out_dtype)
         bank = TrellisBank(form, *_tensors(form, EXPERTS), SIZE, SIZE, empty(SIZE // 128, 3, dtype=torch.int32))

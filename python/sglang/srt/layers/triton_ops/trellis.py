@@ -20,10 +20,10 @@ MUL1_OFFSET: tl.constexpr = tl.constexpr(-10.3828125)
 
 
 @triton.jit
-def _value(state, CODEBOOK: tl.constexpr):
-    """States uint32 -> values float16."""
-    if CODEBOOK == "mul1":
-        product = state * 0x83DCD12D
+def _value(state, multiplier, summand, MUL1: tl.constexpr):
+    """States uint32 -> values float16 of the codebook MUL1, or of one of those that add two halves."""
+    product = state * multiplier.to(tl.uint32) + summand.to(tl.uint32)
+    if MUL1:
         # 0x6400 plus an integer below 1,024 is the float16 of 1,024 plus it.
         if INTERPRETED:
             pairs = (product & 0x00FF00FF) + ((product >> 8) & 0x00FF00FF)
@@ -37,7 +37,6 @@ def _value(state, CODEBOOK: tl.constexpr):
             total = bits.to(tl.uint16).to(tl.float16, bitcast=True)
             scale, offset = tl.full(total.shape, MUL1_SCALE, tl.float16), tl.full(total.shape, MUL1_OFFSET, tl.float16)
             return tl.fma(total, scale, offset)
-    product = state * 0xCBAC1FED if CODEBOOK == "mcg" else state * 89226354 + 64248484
     mixed = (product & 0x8FFF8FFF) ^ 0x3B603B60
     low = (mixed & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     high = (mixed >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
@@ -45,25 +44,28 @@ def _value(state, CODEBOOK: tl.constexpr):
 
 
 @triton.jit
-def _symbol(j: tl.constexpr, at, one, two, three, four, HALF_BITS: tl.constexpr, CODEBOOK: tl.constexpr):
-    """The value of a lane's position j: `at` [32] is where the state of position 0 begins in the lane's words."""
-    # Where the state of j begins behind that of 0. Lanes begin at even positions.
-    begin: tl.constexpr = (j + 1) * HALF_BITS // 2 - HALF_BITS // 2
-    if (4 * HALF_BITS) % 32 == 0:  # every lane alike: `at` is known
-        first: tl.constexpr = (HALF_BITS // 2 - 16) % 32 + begin
-        if first % 32 <= 16:
-            word = one if first < 32 else (two if first < 64 else three)
-            state = (word >> (16 - first % 32)) & 0xFFFF
+def _state(j: tl.constexpr, at, one, two, three, four, half_bits, FOUR_BITS: tl.constexpr):
+    """The state of a lane's position j, uint32. `at` is the bit of the lane's words where that of position 0 begins."""
+    if FOUR_BITS:  # in every lane at bit 20
+        first: tl.constexpr = 20 + 4 * j
+        if first > 32:
+            state = two >> (48 - first)
         else:
-            high = one if first < 32 else (two if first < 64 else three)
-            low = two if first < 32 else (three if first < 64 else four)
-            state = ((high << (first % 32 - 16)) | (low >> (48 - first % 32))) & 0xFFFF
+            state = (one << (first - 16)) | (two >> (48 - first))
+        return state & 0xFFFF
     else:
-        place = at + begin
+        # Lanes begin at even positions, so that halves of bits do not add up.
+        place = at + ((j + 1) * half_bits // 2 - half_bits // 2)
         high = tl.where(place < 32, one, tl.where(place < 64, two, three)).to(tl.uint64)
         low = tl.where(place < 32, two, tl.where(place < 64, three, four)).to(tl.uint64)
-        state = (((high << 32) | low) >> (48 - place % 32).to(tl.uint64)).to(tl.uint32) & 0xFFFF
-    return _value(state, CODEBOOK)
+        return (((high << 32) | low) >> (48 - place % 32).to(tl.uint64)).to(tl.uint32) & 0xFFFF
+
+
+@triton.jit
+def _words(tiles, word, ahead: tl.constexpr, words):
+    """The lanes' words, `ahead` behind their first, in the ring of a tile."""
+    place = word + ahead
+    return tl.load(tiles + tl.where(place >= words, place - words, place)[None, None, :]).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -72,37 +74,38 @@ def decoded(
     first_k,
     first_n,
     tiles_n,
+    half_bits,
+    multiplier,
+    summand,
     K_TILES: tl.constexpr,
     N_TILES: tl.constexpr,
-    HALF_BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
+    MUL1: tl.constexpr,
 ):
-    """Weights float16 [16 K_TILES, 16 N_TILES], from tile (first_k, first_n) on. tiles: int32 [k, tiles_n, words]."""
-    WORDS: tl.constexpr = 4 * HALF_BITS
+    """Weights float16 [16 K_TILES, 16 N_TILES], from tile (first_k, first_n) on. tiles: int32 [k, tiles_n, words] with
+    half_bits / 2 bits a weight."""
+    if FOUR_BITS:
+        half_bits = 8
+    words = 4 * half_bits
     k, n, lane = tl.arange(0, K_TILES), tl.arange(0, N_TILES), tl.arange(0, LANES)
-    base = ((first_k + k)[:, None] * tiles_n + (first_n + n)[None, :]).to(tl.int64) * WORDS
-    # The state of a lane's first position ends behind its first symbol: 16 bits back, in the ring.
-    bit = (lane * 4 * HALF_BITS + HALF_BITS // 2 - 16 + 32 * WORDS) % (32 * WORDS)
+    base = ((first_k + k)[:, None] * tiles_n + (first_n + n)[None, :]).to(tl.int64) * words
+    # The state of a lane's first position ends behind its first symbol: it begins 16 bits before, in the ring.
+    bit = lane * words + half_bits // 2 - 16
+    bit = tl.where(bit < 0, bit + 32 * words, bit)
     word, at = bit // 32, (bit % 32)[None, None, :]
     from_tile = tiles + base[:, :, None]
-    one = tl.load(from_tile + word[None, None, :]).to(tl.uint32, bitcast=True)
-    two = tl.load(from_tile + ((word + 1) % WORDS)[None, None, :]).to(tl.uint32, bitcast=True)
+    one, two = _words(from_tile, word, 0, words), _words(from_tile, word, 1, words)
     three, four = two, two
-    # The last state ends so many bits behind the word of the first.
-    LAST: tl.constexpr = 31 + 8 * HALF_BITS // 2 - HALF_BITS // 2 + 16
-    if LAST > 64:
-        three = tl.load(from_tile + ((word + 2) % WORDS)[None, None, :]).to(tl.uint32, bitcast=True)
-        four = three
-    if LAST > 96:
-        four = tl.load(from_tile + ((word + 3) % WORDS)[None, None, :]).to(tl.uint32, bitcast=True)
-    v0 = _symbol(0, at, one, two, three, four, HALF_BITS, CODEBOOK)
-    v1 = _symbol(1, at, one, two, three, four, HALF_BITS, CODEBOOK)
-    v2 = _symbol(2, at, one, two, three, four, HALF_BITS, CODEBOOK)
-    v3 = _symbol(3, at, one, two, three, four, HALF_BITS, CODEBOOK)
-    v4 = _symbol(4, at, one, two, three, four, HALF_BITS, CODEBOOK)
-    v5 = _symbol(5, at, one, two, three, four, HALF_BITS, CODEBOOK)
-    v6 = _symbol(6, at, one, two, three, four, HALF_BITS, CODEBOOK)
-    v7 = _symbol(7, at, one, two, three, four, HALF_BITS, CODEBOOK)
+    if not FOUR_BITS:
+        three, four = _words(from_tile, word, 2, words), _words(from_tile, word, 3, words)
+    v0 = _value(_state(0, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
+    v1 = _value(_state(1, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
+    v2 = _value(_state(2, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
+    v3 = _value(_state(3, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
+    v4 = _value(_state(4, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
+    v5 = _value(_state(5, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
+    v6 = _value(_state(6, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
+    v7 = _value(_state(7, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
     left = tl.join(tl.join(v0, v1), tl.join(v2, v3))
     right = tl.join(tl.join(v4, v5), tl.join(v6, v7))
     # [k, n, lane / 4, lane % 4, item % 2, item / 2 % 2, item / 4]: rows are 8 (item / 2 % 2) + 2 (lane % 4) + item % 2,
@@ -166,7 +169,7 @@ def transform_inputs_kernel(
     tl.store(to, mixed.to(tl.float16), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "tiles_n", "expert_words"])
+@triton.jit(do_not_specialize=["T", "tiles_n", "expert_words", "half_bits", "multiplier", "summand"])
 def product_kernel(
     x,  # float16 [T, K], transformed
     tiles,  # int32 [K / 16, tiles_n, words]; ROUTED: of each expert
@@ -181,11 +184,14 @@ def product_kernel(
     first_column,
     chunk,
     expert_words,
+    half_bits,
+    multiplier,
+    summand,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HALF_BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
+    MUL1: tl.constexpr,
     ROUTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -209,31 +215,35 @@ def product_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(begin, min(begin + chunk, K), BLOCK_K):
         weight = decoded(
-            tiles, start // 16, n * (BLOCK_N // 16), tiles_n, BLOCK_K // 16, BLOCK_N // 16, HALF_BITS, CODEBOOK
-        )
+            tiles, start // 16, n * (BLOCK_N // 16), tiles_n, half_bits, multiplier, summand, BLOCK_K // 16,
+            BLOCK_N // 16, FOUR_BITS, MUL1,
+        )  # fmt: skip
         total = tl.dot(tl.load(x_at + start, mask=there, other=0.0), weight, total)
     cols = first_column + n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + (split * T + rows[:, None]).to(tl.int64) * columns + cols[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["tiles_n", "first_tile"])
+@triton.jit(do_not_specialize=["tiles_n", "first_tile", "half_bits", "multiplier", "summand"])
 def decode_kernel(
     tiles,  # int32 [K / 16, tiles_n, words]
     out,  # float16 [K, columns]
     tiles_n,
     columns,
     first_tile,
+    half_bits,
+    multiplier,
+    summand,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HALF_BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
+    MUL1: tl.constexpr,
 ):
     """Weights [BLOCK_K, BLOCK_N]; columns of `out` begin with tile `first_tile`."""
     n, k = tl.program_id(0), tl.program_id(1)
     weight = decoded(
-        tiles, k * (BLOCK_K // 16), first_tile + n * (BLOCK_N // 16), tiles_n, BLOCK_K // 16, BLOCK_N // 16, HALF_BITS,
-        CODEBOOK,
+        tiles, k * (BLOCK_K // 16), first_tile + n * (BLOCK_N // 16), tiles_n, half_bits, multiplier, summand,
+        BLOCK_K // 16, BLOCK_N // 16, FOUR_BITS, MUL1,
     )  # fmt: skip
     rows, cols = k * BLOCK_K + tl.arange(0, BLOCK_K), n * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out + rows[:, None].to(tl.int64) * columns + cols[None, :], weight)

@@ -24,7 +24,14 @@ from sglang.srt.layers.quantization.trellis_banks import Banks, TrellisBank
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.activation import activate
 from sglang.srt.layers.triton_ops.trellis import product_kernel
-from sglang.srt.layers.triton_ops.trellis_products import FEW_TILE, MAX_ROWS, transform_inputs, transform_outputs
+from sglang.srt.layers.triton_ops.trellis_products import (
+    FEW_TILE,
+    MAX_ROWS,
+    kind_of,
+    numbers_of,
+    transform_inputs,
+    transform_outputs,
+)
 
 MANY_ROWS = 64
 """Pairs of a block where an expert has at least half as many on average."""
@@ -96,8 +103,8 @@ def _multiply(
     tiles, tile = bank.tiles.view(torch.int32), FEW_TILE if few else MANY_TILE
     product_kernel[(columns // tile["BLOCK_N"], blocks.max_blocks)](
         inner, tiles, parts, blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks, num_pairs, size,
-        columns // TILE, columns, 0, size, tiles[0].numel(),
-        BLOCK_M=block_m, HALF_BITS=bank.form.half_bits, CODEBOOK=bank.form.codebook, ROUTED=True, **tile,
+        columns // TILE, columns, 0, size, tiles[0].numel(), *numbers_of(bank.form),
+        BLOCK_M=block_m, ROUTED=True, **kind_of(bank.form), **tile,
         **pdl.options(),
     )  # fmt: skip
     transform_outputs(parts, bank.svh, bank.places, out, None, experts)

@@ -18,7 +18,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.quantization.linear_weight import QuantizedProduct
-from sglang.srt.layers.quantization.trellis import TrellisWeight
+from sglang.srt.layers.quantization.trellis import MULTIPLIERS, SUMMANDS, TrellisWeight
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.trellis import (
     decode_kernel,
@@ -118,6 +118,19 @@ def product(
     return out
 
 
+def numbers_of(form: Trellis) -> tuple[int, int, int]:
+    """Returns twice the bits, and the codebook's multiplier and summand as kernels take them, in 32 bits with a
+    sign."""
+    multiplier = MULTIPLIERS[form.codebook]
+    signed = multiplier - (1 << 32) if multiplier >> 31 else multiplier
+    return form.half_bits, signed, SUMMANDS.get(form.codebook, 0)
+
+
+def kind_of(form: Trellis) -> dict[str, bool]:
+    """Returns the constants of kernels for a form: those of four bits know where states begin."""
+    return {"FOUR_BITS": form.half_bits == 8, "MUL1": form.codebook == "mul1"}
+
+
 def transform_inputs(
     x: torch.Tensor, suh: torch.Tensor, out: torch.Tensor, experts: torch.Tensor | None = None, per_row: int = 1
 ) -> None:
@@ -162,8 +175,8 @@ def few_rows(x: torch.Tensor, module: PackedModule, parts: torch.Tensor, chunk: 
     grid = (module.columns // FEW_TILE["BLOCK_N"], parts.shape[0])
     product_kernel[grid](
         x, module.tiles, parts, module.tiles, module.tiles, module.tiles, len(x), x.shape[1], module.tiles.shape[1],
-        parts.shape[2], module.first, chunk, 0,
-        BLOCK_M=MAX_ROWS, HALF_BITS=module.form.half_bits, CODEBOOK=module.form.codebook, ROUTED=False, **FEW_TILE,
+        parts.shape[2], module.first, chunk, 0, *numbers_of(module.form),
+        BLOCK_M=MAX_ROWS, ROUTED=False, **kind_of(module.form), **FEW_TILE,
         **pdl.options(),
     )  # fmt: skip
 
@@ -176,7 +189,7 @@ def many_rows(x: torch.Tensor, module: PackedModule, out: torch.Tensor) -> None:
         width = min(step, module.columns - begin)
         decoded = torch.empty((size, width), dtype=torch.float16, device=x.device)
         decode_kernel[(width // DECODE_TILE["BLOCK_N"], size // DECODE_TILE["BLOCK_K"])](
-            module.tiles, decoded, module.tiles.shape[1], width, begin // TILE,
-            HALF_BITS=module.form.half_bits, CODEBOOK=module.form.codebook, **DECODE_TILE,
+            module.tiles, decoded, module.tiles.shape[1], width, begin // TILE, *numbers_of(module.form),
+            **kind_of(module.form), **DECODE_TILE,
         )  # fmt: skip
         torch.mm(x, decoded, out=out[:, module.first + begin : module.first + begin + width])
