@@ -40,6 +40,7 @@ AGENTS ?= @anthropic-ai/claude-code @openai/codex opencode-ai cline
 CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
 PROXY := build/litellm-proxy
 HELPERS := build/client-helpers
+VERL := build/verl
 
 # Where it is set, pytest compiles 150 modules of its plugins anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -92,6 +93,7 @@ clients: install
 	@[ -f $(PROXY)/bin/litellm ] || ($(PYTHON) -m venv $(PROXY) && $(PROXY)/bin/pip install --quiet 'litellm[proxy]')
 	@[ -f $(HELPERS)/.installed ] || ($(PYTHON) -m venv $(HELPERS) && \
 		$(HELPERS)/bin/pip install --quiet instructor openai-agents && touch $(HELPERS)/.installed)
+	@[ -d $(VERL)/verl ] || $(BIN)/python -m pip install --quiet --no-deps --target $(VERL) verl==0.9.1
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS) && \
 		if [ -f $(CLAUDE)/install.cjs ]; then (cd $(CLAUDE) && node install.cjs); fi; \
 	else echo "npm is not installed: the tests of $(AGENTS) are skipped."; fi

@@ -166,7 +166,8 @@ divide the vocabulary among them (`--enable-dp-lm-head`), otherwise all ranks do
 
 @dataclass(frozen=True)
 class Feature:
-    """Flags of a server, and the tags of kinds and layouts that it does not go with, each with the reason."""
+    """Flags of a server, and the tags of kinds and layouts (separated by commas: all of them together) that it does not
+    go with, each with the reason."""
 
     flags: Mapping[str, Any]
     needs: str = ""
@@ -176,23 +177,21 @@ class Feature:
 
 TWO_BATCHES = {"enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
 ONE_BYTE = "a byte an element is the least that their kernels read"
-SIXTEEN_BITS = "their caches have 16 bits, whatever the flag says"
 FEATURES: Mapping[str, Feature] = {
     "fp8": Feature(
         {"kv_cache_dtype": "fp8_e4m3"},
-        refuses={
-            "selected latents": "packed latents have no kernel on a CPU",
-            **dict.fromkeys(("compressed", "pooled latents", "pooled blocks"), SIXTEEN_BITS),
-        },
+        refuses={"selected latents": "packed latents have no kernel on a CPU"},
     ),
     "fp4": Feature(
         {"kv_cache_dtype": "fp4_e2m1"},
         refuses={
-            **dict.fromkeys(("latents", "selected latents", "Kimi delta", "selected blocks"), ONE_BYTE),
-            **dict.fromkeys(("compressed", "pooled latents", "pooled blocks"), SIXTEEN_BITS),
+            **dict.fromkeys(("selected blocks", "pooled blocks"), ONE_BYTE),
             "relative biases": "attention with them has no kernel for four bits",
             "heads of 24 dims": "16 dims share a scale",
-            "DCP": "codes are not divided by tokens",
+            **dict.fromkeys(
+                (f"DCP, {attention}" for attention in ("full", "windows", "chunks", "sinks", "gated delta")),
+                "codes of keys and values are not divided by tokens",
+            ),
         },
     ),
     "host cache": Feature({"enable_hierarchical_cache": True, "hicache_ratio": 3.0}),
@@ -272,7 +271,7 @@ def why_not(kind: str, layout: str = "one rank", feature: str | None = None) -> 
     asked, tags = FEATURES[feature], model.tags | parts_of(ranks)
     if asked.needs and asked.needs not in tags:
         return f"{feature} needs {asked.needs}"
-    return next((why for tag, why in asked.refuses.items() if tag in tags), None)
+    return next((why for refused, why in asked.refuses.items() if tags >= {*refused.split(", ")}), None)
 
 
 def cells(

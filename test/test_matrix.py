@@ -105,7 +105,7 @@ def test_questions_get_what_they_ask_for() -> None:
     assert len(smallest_kinds()) == len({kind.attention for kind in KINDS.values()})
     assert layouts("DCP, PP") == ("DCP2 x PP2", "TP4 x DP2 x DCP2 x PP2")
     assert cells(("dense", "experts"), ("TP2", "EP2")) == [("TP2", "dense"), ("TP2", "experts"), ("EP2", "experts")]
-    assert cells(("dense", "latents"), feature="fp4") == [("one rank", "dense")]
+    assert cells(("dense", "selected blocks"), feature="fp4") == [("one rank", "dense")]
     with pytest.raises(ValueError, match="exprts"):
         kinds("exprts")
 

@@ -9,13 +9,14 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
 import pytest
 import yaml
 from live_server import LiveServer
+from shared_files import mapped_files
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
@@ -94,7 +95,8 @@ def test_upstream_and_unload(http: httpx.Client) -> None:
     assert http.post("/api/models/unload/second").status_code == 200
     assert set(states(http).values()) == {"asleep"}
     text(http, "first")
-    assert http.post("/unload").json() == {"msg": "ok"}
+    assert http.get("/unload", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert http.get("/unload").json() == {"msg": "ok"}
     assert set(states(http).values()) == {"asleep"}
 
 
@@ -117,9 +119,23 @@ def test_no_answer_is_cut_off(http: httpx.Client) -> None:
     assert sorted(answers) == sorted((name, alone[name]) for name in (*MODELS, *MODELS, *MODELS))
 
 
-def memory_of(pid: int) -> int:
+class Held(NamedTuple):
+    """What all processes of a server hold."""
+
+    memory: int
+    processes: int
+    threads: int
+    files: int
+    shared: int
+    """Entries of /dev/shm that they have mapped or opened."""
+
+
+def held_by(pid: int) -> Held:
     process = psutil.Process(pid)
-    return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)])
+    tree = [process, *process.children(recursive=True)]
+    shared = len(mapped_files([each.pid for each in tree]))
+    threads, files = sum(each.num_threads() for each in tree), sum(each.num_fds() for each in tree)
+    return Held(sum(each.memory_info().rss for each in tree), len(tree), threads, files, shared)
 
 
 @pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.thorough)])
@@ -129,11 +145,14 @@ def test_swaps_leave_nothing_behind(swaps: int, tmp_path: Path) -> None:
     try:
         with httpx.Client(base_url=server.url, timeout=120) as http:
             expected = text(http, "first")
-            pid, sizes = server.process.pid, list[int]()
+            pid, held = server.process.pid, list[Held]()
             for swap in range(swaps):
                 assert text(http, ("second", "first")[swap % 2]) == expected
-                sizes.append(memory_of(pid))
-            assert sizes[-1] - sizes[swaps // 2] < 8 << 20
+                held.append(held_by(pid))
+            half, end = held[swaps // 2 - 1], held[-1]
+            print(f"after {swaps // 2} swaps {half}, after {swaps} {end}")
+            assert end.memory - half.memory < 8 << 20
+            assert half[1:] == end[1:]
             by_size = sorted(psutil.Process(pid).children(recursive=True), key=lambda each: each.memory_info().rss)
             by_size[-1].kill()  # the scheduler of one of them
             while server.health() == 200 and {ask(http, name).status_code for name in MODELS} == {200}:

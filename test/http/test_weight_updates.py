@@ -60,6 +60,9 @@ def test_servers_without_a_key_refuse() -> None:
     with live_server() as running, httpx.Client(base_url=running.url) as client:
         answer = client.post("/update_weights_from_disk", json={"model_path": DEFAULT_MODEL_PATH})
         assert answer.status_code == 403 and "--admin-api-key" in answer.text
+    with live_server("--weight-updates-without-key") as running, httpx.Client(base_url=running.url) as client:
+        assert client.post("/update_weight_version", json={"new_version": "v1"}).status_code == 200
+        assert client.get("/weight_version").json() == {"weight_version": "v1"}
 
 
 def test_a_round_of_updates(http: httpx.Client, other: Path) -> None:

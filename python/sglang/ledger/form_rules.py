@@ -106,6 +106,7 @@ _ATTENTION = {
         at_most="CARRY_OUT", counts="num_seqs num_blocks num_heads", absent={"CARRY_OUT": "part_o_ptr part_lse_ptr"}
     ),
     "latent_prompt.gather_latents_kernel": _rule(free="NOPE", counts="num_heads"),
+    "latent_prompt.gather_records_kernel": _rule(free="NOPE", counts="num_heads"),
 }
 
 # Attention to selected tokens or blocks, and what selects them.
@@ -120,6 +121,18 @@ _SELECTED = {
         | _LSE
         | {"HAS_MORE": "more_cache_ptr more_slots_ptr more_counts_ptr stride_more_cs stride_more_slots"},
     ),
+    "sparse_records.record_attention_kernel": _rule(
+        at_most=f"{_OPTIONS} HAS_ROWS",
+        counts=f"{_SLOTS} more_counts_ptr rows_ptr",
+        absent=_SINKS
+        | _LSE
+        | {
+            "HAS_ROWS": "rows_ptr",
+            "HAS_MORE": "more_numbers_ptr more_rope_ptr more_scales_ptr more_slots_ptr more_counts_ptr"
+            " stride_more_slots",
+        },
+    ),
+    "latent_records.latent_record_store_kernel": _rule(counts="entry_stride out_cache_loc"),
     "sparse_packed.packed_attention_kernel": _rule(at_most=_OPTIONS, counts=_SLOTS, absent=_SINKS | _LSE),
     "sparse_steps.merge_shares_kernel": _rule(
         at_most=f"{_OPTIONS} SHARES", counts="num_splits num_heads", absent=_SINKS | _LSE

@@ -172,10 +172,12 @@ def _gains(result: Survey) -> list[str]:
 
 
 def _in_main_memory(result: Survey) -> list[str]:
-    """Returns lines about experts in main memory."""
+    """Returns lines about experts in main memory, and about the weights of a sleeping server."""
     slots = {prospect.layout: prospect.expert_slots for prospect in result.prospects if prospect.expert_slots}
     lines = [line for layout, plan in slots.items() for line in textwrap.wrap(f"{layout}: {plan}", 116)]
-    return [*lines, "Floors do not count what crosses the bus; these predictions do."] if lines else []
+    if lines:
+        lines.append("Floors do not count what crosses the bus; these predictions do.")
+    return lines + [f"{each.layout}: {each.weights_copy}" for each in result.prospects if each.weights_copy]
 
 
 def _more(seconds: float) -> str:
@@ -204,6 +206,7 @@ def _prospect_json(prospect: Prospect, accept_length: float) -> dict[str, Any]:
         "loaded": {"bytes": prospect.loaded_bytes, "seconds": prospect.loaded_seconds},
         "with_drafts": _drafted_json(prospect, accept_length),
         **({"expert_slots": prospect.expert_slots.describe()} if prospect.expert_slots is not None else {}),
+        **({"weights_copy": prospect.weights_copy.describe()} if prospect.weights_copy is not None else {}),
         "commands": list(prospect.commands),
         "notes": list(prospect.notes),
     }

@@ -21,6 +21,7 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
+from sglang.srt.plan.weights_copy import WeightsCopy
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -130,6 +131,8 @@ class Prospect:
     without windows. 0: unified memory, where nothing is loaded."""
     expert_slots: ExpertSlotPlan | None = None
     """The experts in main memory, whose predictions then hold: floors do not count the bus."""
+    weights_copy: WeightsCopy | None = None
+    """The copy of the weights that a sleeping server keeps in main memory; None: the server does not sleep."""
 
     @property
     def loaded_seconds(self) -> float:
@@ -332,6 +335,7 @@ def _prospect(
         if layout.machines == 1 and slots is None
         else None,
         expert_slots=slots,
+        weights_copy=WeightsCopy(**plan["weights_copy"]) if "weights_copy" in plan else None,
         starts=explained.problem is None,
         loaded_bytes=0 if explained.arch.unified_memory else int(cost.bytes_per_token * load.length) + cost.state_bytes,
     )

@@ -20,6 +20,7 @@ from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.plan.attention_parts import ElementGate, RelativeBias, Whole
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
+from sglang.srt.plan.latent_record import LatentRecord
 from sglang.srt.plan.layer_spec import Mixer, ParallelConfig
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.ops import (
@@ -232,7 +233,7 @@ def _latent(
 
 @mixer_ops.register
 def _compressed(mixer: CompressedSparse, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
-    """Yields all ops except the products, whose weights are in the description. Entries are cached in 16 bits."""
+    """Yields all ops except the products, whose weights are in the description."""
     tokens, dim, heads = step.tokens, mixer.head_dim, mixer.num_heads // parallel.attn_tp_size
     seen, stored = min(step.context, mixer.window), min(step.context, mixer.window + step.new)
     yield "shared_kv_norm_rope_store", Elementwise("shared_kv_norm_rope_store", 4.0 * tokens * (heads + 1) * dim)
@@ -248,7 +249,9 @@ def _compressed(mixer: CompressedSparse, parallel: ParallelConfig, step: Step) -
                 yield "sparse_indexer", EntryChoice(tokens, scored, step.batch, mixer.indexer.num_heads)
         entries = min(entries, top_k) if top_k else entries
         seen, stored = seen + entries, stored + step.context // mixer.rate
-    yield "sparse_attention", SelectedAttention(tokens, seen, step.batch * stored, heads, dim, dim)
+    record = mixer.record(parallel.kv_dtype)
+    yield "sparse_attention", _selected(tokens, seen, step.batch * stored, heads, dim, record)
+    yield from _packed(record, tokens, 2 if mixer.makes and mixer.rate else 1)
     yield "tail_rotation", Elementwise("tail_rotation", 4.0 * tokens * heads * mixer.rope_dim)
     groups = max(1, mixer.o_groups * heads // mixer.num_heads)
     # Group by group, with the bytes and operations of one product of this size.
@@ -291,5 +294,23 @@ def _pooled_latents(mixer: PooledLatent, parallel: ParallelConfig, step: Step) -
         yield "sparse_indexer", EntryChoice(tokens, context // mixer.block, step.batch, index.num_heads, index.head_dim)
     yield "latent_absorb", LatentAbsorb(tokens, heads, rank, mixer.heads.nope_dim)
     seen = min(context, mixer.budget + mixer.block - 1)
-    yield "sparse_attention", SelectedAttention(tokens, seen, step.batch * step.context, heads, rank, rank)
+    record = mixer.record(parallel.kv_dtype)
+    yield "sparse_attention", _selected(tokens, seen, step.batch * step.context, heads, rank, record)
+    yield from _packed(record, tokens, 1)
     yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.heads.v_dim, rank)
+
+
+def _selected(
+    tokens: int, entries: int, stored: int, heads: int, dim: int, record: LatentRecord | None
+) -> SelectedAttention:
+    """Returns attention to entries of `dim` columns that are keys and values. Records in four bits have the tiles, and
+    the times, of those in eight."""
+    item, size = (2, 0) if record is None else (1, record.size)
+    return SelectedAttention(tokens, entries, stored, heads, dim, dim, item, size)
+
+
+def _packed(record: LatentRecord | None, tokens: int, caches: int) -> Iterator[tuple[str, Op]]:
+    """Yields what packs rows of 16 bits into records."""
+    if record is not None:
+        size = float(tokens * caches * (2 * record.dim + record.size))
+        yield "latent_record_store", Elementwise("latent_record_store", size, caches)

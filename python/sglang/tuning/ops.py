@@ -313,7 +313,8 @@ class CompressedAttention:
 @dataclass(frozen=True, slots=True)
 class SelectedAttention:
     """Attention of `tokens` to `entries` selected entries each, out of `stored` in the caches of their requests. The
-    values are the first `v_head_dim` columns of an entry. `item` 1: packed latents."""
+    values are the first `v_head_dim` columns of an entry. `item` 1: packed latents. `record`: bytes of an entry that is
+    stored as a record; 0: it is not."""
 
     tokens: int
     entries: int
@@ -322,6 +323,7 @@ class SelectedAttention:
     head_dim: int
     v_head_dim: int
     item: int = 2
+    record: int = 0
     kind: ClassVar[str] = "sparse_attention"
     operand: ClassVar[str] = "half"
     PACKED: ClassVar[int] = 656  # bytes of a latent of 576 numbers
@@ -329,6 +331,8 @@ class SelectedAttention:
     @property
     def row(self) -> int:
         """Returns the bytes of an entry."""
+        if self.record:
+            return self.record
         return self.PACKED if self.item == 1 else self.head_dim * self.item
 
     @property

@@ -227,6 +227,10 @@ def test_a_file_of_models(tmp_path: Path) -> None:
         ("models: {a: {flags: {model-path: /a}, aliases: [b]}, b: {flags: {model-path: /b}}}", "two models have"),
         ("models: {a: {flags: {model-path: /a}, ttl: -1}}", "not negative"),
         ("models: {a: {flags: {model-path: /a, attn-dp-size: 2, tp: 2}}}", "do not go with it"),
+        ("models: {a: {flags: {model-path: /a}, ttl: .nan}}", "not negative"),
+        ("models: {a: {flags: {model-path: /a}, ttl: .inf}}", "not negative"),
+        ("{max_awake: 1.5, models: {a: {flags: {model-path: /a}}}}", "whole number"),
+        ("models: {a: {flags: {tp-size: 1}}}", "has no model-path"),
         ("models: [", "cannot be read"),
     ],
 )
@@ -241,8 +245,17 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    (tmp_path / "c.gguf").write_bytes(b"")
-    assert [each.name for each in read_models(str(tmp_path), [], "sglang serve").models] == ["a", "b", "c"]
+    files = ["c", "mmproj-c", *(f"d-{number:05}-of-00003" for number in (1, 2, 3)), "in/e"]
+    (tmp_path / "in").mkdir()
+    for file in files:
+        (tmp_path / f"{file}.gguf").write_bytes(b"")
+    read = {each.name: Path(each.args.model_path).name for each in read_models(str(tmp_path), [], "sglang").models}
+    assert read == {"a": "a", "b": "b", "c": "c.gguf", "d": "d-00001-of-00003.gguf", "in": "in"}
+    (tmp_path / "models.yaml").write_text("models: {d: {flags: {}, ttl: 5}, a: {flags: {tp-size: 2}}}")
+    read = {
+        each.name: Path(each.args.model_path).name for each in read_models(str(tmp_path / "models.yaml"), [], "").models
+    }
+    assert read == {"d": "d-00001-of-00003.gguf", "a": "a"}
 
 
 @pytest.mark.parametrize(
@@ -250,6 +263,7 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
     [
         ("plain", "plain"), ("alias", "plain"), ("tuned:sql", "tuned"), ("other:sql", "tuned"),
         ("plain:sql", None), ("alias:sql", None), ("plain:", None), ("sql", None), ("none:sql", None),
+        ("plain:latest", "plain"), ("alias:latest", "plain"), ("tuned:latest", "tuned"), ("none:latest", None),
     ],
 )  # fmt: skip
 def test_names_of_models_and_adapters(name: str, model: str | None) -> None:
@@ -271,5 +285,6 @@ def test_an_alias_is_the_model_where_there_are_adapters() -> None:
     service: Any = SimpleNamespace(manager=SimpleNamespace(adapters=adapters), model_name="m", aliases=frozenset({"a"}))
     assert adapters_of(service, "a") is None
     assert adapters_of(service, "a:sql") == "sql"
+    assert adapters_of(service, "m:latest") is adapters_of(service, "a:latest") is None
     with pytest.raises(ApiError):
         adapters_of(service, "b")

@@ -71,7 +71,7 @@ def batches() -> dict[str, ForwardBatch]:
 
 @pytest.mark.parametrize(
     ("name", "num_layers", "cache"),
-    [("deepseek_v3", 4, "fp8_e4m3"), ("deepseek_v3", 4, "auto"), ("kimi_k25", 2, "auto")],
+    [("deepseek_v3", 4, "fp8_e4m3"), ("deepseek_v3", 4, "fp4_e2m1"), ("kimi_k25", 2, "auto")],
 )
 def test_every_launch_of_a_step_is_on_record(
     name: str, num_layers: int, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +101,7 @@ def test_every_launch_of_a_step_is_on_record(
     assert ways["decode 8"] is None and ways["short"] is None and ways["alone"] == ()
     assert [len(chunk.slots) for chunk in ways["over prefixes"]] == [200]
     kernels = {form.kernel for form in forms}
-    assert {"latent_prompt.latent_prompt_kernel", "latent_prompt.gather_latents_kernel"} <= kernels
+    gather = "gather_records_kernel" if cache == "fp4_e2m1" else "gather_latents_kernel"
+    assert {"latent_prompt.latent_prompt_kernel", f"latent_prompt.{gather}"} <= kernels
     uncovered = coverage("sm120").uncovered(forms)
     assert not uncovered, "\n".join(uncovered[:10])

@@ -22,13 +22,14 @@ class KernelPlan(NativePlan):
         return self.kernels.get(op.name, op.reference)
 
 
-def assert_as_with_torch(
+def with_both(
     folder: Path, kernels: Mapping[str, Any], long: Sequence[int], short: Sequence[int], parts: tuple[int, int],
-    atol: float = 1e-3,
-) -> None:  # fmt: skip
-    """The logits of two requests, in fp32. `long` is a prompt up to parts[0], goes on up to parts[1], and is decoded
-    from there on; `short` is a prompt of four tokens, goes on beside it, and decodes always the same."""
-    native = plan_for(folder)
+    kv_cache_dtype: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The logits of two requests in fp32, with torch's kernels and with those given. `long` is a prompt up to parts[0],
+    goes on up to parts[1], and is decoded from there on; `short` is a prompt of four tokens, goes on beside it, and
+    decodes always the same."""
+    native = plan_for(folder, kv_cache_dtype=kv_cache_dtype)
     results = []
     for plan in (native, KernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype, kernels=kernels)):
         runner = TinyRunner(plan)
@@ -37,4 +38,13 @@ def assert_as_with_torch(
         logits += runner.extend({1: short[4:], 3: long[first:second]})
         logits += [runner.decode({3: token, 1: 6}) for token in long[second:]]
         results.append(torch.cat(logits))
-    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=atol)
+    return results[0], results[1]
+
+
+def assert_as_with_torch(
+    folder: Path, kernels: Mapping[str, Any], long: Sequence[int], short: Sequence[int], parts: tuple[int, int],
+    atol: float = 1e-3,
+) -> None:  # fmt: skip
+    """Both have the same logits."""
+    want, got = with_both(folder, kernels, long, short, parts)
+    torch.testing.assert_close(got, want, rtol=0.0, atol=atol)

@@ -23,9 +23,9 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
-from sglang.srt.layers.triton_ops import index_rope, index_store
+from sglang.srt.layers.triton_ops import index_rope, index_store, latent_records
 from sglang.srt.model_executor.graph_runner import GraphSizes
-from srt.layers.kernels_in_models import assert_as_with_torch
+from srt.layers.kernels_in_models import assert_as_with_torch, with_both
 from srt.model_executor import test_compressed_steps as steps
 from srt.model_executor.graph_stand_ins import in_graphs
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
@@ -35,12 +35,12 @@ TILE = {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per
 SCORES = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 1}
 
 
-def attention(*tensors: Any, scale: float) -> None:
-    selected_block_attention_fwd(*tensors, scale=scale, tile=TILE, num_sms=8)
+def attention(*tensors: Any, **rest: float) -> None:
+    selected_block_attention_fwd(*tensors, **rest, tile=TILE, num_sms=8)
 
 
 def indexer(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scales: None, rows: EntryRows, top_k: int
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor | None, rows: EntryRows, top_k: int
 ) -> Selection:
     slots = torch.empty((len(q), top_k), dtype=torch.int32)
     chosen = torch.empty(len(q), dtype=torch.int32)
@@ -102,6 +102,10 @@ OF_LATENTS = {
     "sparse_indexer": indexer,
     "sparse_attention": sparse_attention,
 }
+PACKING = {
+    "index_key_store": index_store.index_key_store,
+    "latent_record_store": latent_records.latent_record_store,
+}
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
@@ -110,6 +114,24 @@ def test_kernels_of_pooled_latents_in_a_model(tmp_path: Path) -> None:
     save_tiny("glm5_next_wide", tmp_path)
     tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
     assert_as_with_torch(tmp_path, OF_LATENTS, tokens, other, (29, 42), atol=2e-3)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "kernels"),
+    [
+        ("qwen4_exp_wide", "fp8_e4m3", KERNELS | PACKING | {"index_queries": index_store.index_queries}),
+        ("glm5_next_wide", "fp8_e4m3", OF_LATENTS | PACKING),
+        ("glm5_next_wide", "fp4_e2m1", OF_LATENTS | PACKING),
+    ],
+)
+def test_kernels_over_caches_of_fewer_bits(name: str, kv_dtype: str, kernels: dict[str, Any], tmp_path: Path) -> None:
+    """What is stored may differ in its last bit, and that may decide between two numbers: of few tokens."""
+    save_tiny(name, tmp_path, **({"index_topk": 64} if name == "glm5_next_wide" else {"indexer_budget": 64}))
+    tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
+    want, got = with_both(tmp_path, kernels, tokens, other, (29, 42), kv_dtype)
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert errors.median() < 1e-2 and errors.max() < 0.1
 
 
 @pytest.mark.thorough

@@ -25,10 +25,12 @@ from matrix import FEATURES, KINDS, LAYOUTS, cells, kinds, save_kind, smallest_k
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers import native_ops
+from sglang.srt.layers import native_latent_records, native_ops
 from sglang.srt.layers.native_fp4 import quantize_fp4_rows
+from sglang.srt.layers.native_latent_records import pack_records
 from sglang.srt.mem_cache import host_tier
 from sglang.srt.plan.host_cache import COPIED
+from sglang.srt.plan.latent_record import LatentRecord
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.managers.test_host_tier import OPTIONS, HostSchedule, HostWorld, loads_by_layers_sometimes
 from srt.managers.test_random_schedules import DRAFT_TOKENS, FEW_PROMPTS, PAGES, World, short_pauses
@@ -123,6 +125,10 @@ class Rounding:
     def quantize(cls, x: torch.Tensor, tensor_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_fp4_rows((x * cls.factor).to(torch.bfloat16).float(), tensor_scale)
 
+    @classmethod
+    def pack(cls, entries: torch.Tensor, record: LatentRecord, scale: float = 1.0) -> torch.Tensor:
+        return pack_records((entries * cls.factor).to(torch.bfloat16).float(), record, scale)
+
 
 @dataclass
 class MatrixWorld(HostWorld):
@@ -182,6 +188,7 @@ def short_prefixes() -> Iterator[None]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(host_tier, "MIN_GAIN", 1)
         patch.setattr(native_ops, "quantize_fp4_rows", Rounding.quantize)
+        patch.setattr(native_latent_records, "pack_records", Rounding.pack)
         yield
 
 
@@ -240,7 +247,7 @@ def test_the_matrix_crosses_everything() -> None:
 
 IN_CI = [
     [cell for cell in CELLS if (cell.layout, cell.form) == ("one rank", form)][-1]
-    for form in (Form("latents"), Form("dense", "fp4"))
+    for form in (Form("latents"), Form("dense", "fp4"), Form("compressed, 3 layers", "fp4"))
 ]
 
 

@@ -3,8 +3,11 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +16,10 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.scheduler.scheduler_process import RECV_BYTES, SchedulerProcess
-from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire import ipc, left_behind
 from sglang.srt.managers.wire.io_struct import AbortReq, ControlReply, ControlReq, SchedulerInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils import sent_tensors
 
 
 @pytest.fixture
@@ -183,3 +187,44 @@ def test_channels_between_machines_need_the_key_of_the_replica(ports: ipc.Ports)
     replica.remove()
     assert not os.path.exists(replica.directory) and os.path.exists(ports.directory)
     assert other_keys.public != keys.public
+
+
+HOLDER = """
+import os, sys
+from sglang.srt.managers.wire.ipc import Ports
+ports = Ports.create_many(2)[0]
+print(ports.root, ports.shared_arrays, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_server_has_left_is_removed_by_the_next(ports: ipc.Ports) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    left = [Path(each) for each in holder.stdout.readline().split()]
+    ipc.Ports.create().remove()
+    assert all(each.is_dir() for each in left)  # it lives
+    holder.kill()
+    holder.wait()
+    assert all(each.is_dir() for each in left)
+    ipc.Ports.create().remove()
+    assert not any(each.exists() for each in left)
+    assert Path(ports.root).is_dir() and Path(ports.shared_arrays).is_dir()  # of this process
+    holder.communicate()
+
+
+def test_sent_tensors_of_a_process_that_has_ended_are_removed() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = [f"{sent_tensors.PREFIX}{pid}-test" for pid in (ended.pid, ended.pid, os.getpid())]
+    files = [sent_tensors.FOLDER / f"{name}{number}" for number, name in enumerate(names)]
+    try:
+        for number, file in enumerate(files):
+            file.touch()
+            if number != 1:  # the second one is young
+                os.utime(file, (0, 0))
+        left_behind.remove_left(None)
+        assert [file.exists() for file in files] == [False, True, True]
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)

@@ -29,6 +29,11 @@ class ServingArgs:
         SERVING,
         "Name of the weights in replies, until an update names others.",
     )
+    weight_updates_without_key: bool = option(
+        False,
+        SERVING,
+        "Clients without a key may replace the weights of a server without one, as trainers do that send none.",
+    )
     allowed_origins: list[str] | None = option(
         None,
         SERVING,

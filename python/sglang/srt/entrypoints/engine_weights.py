@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.weight_updates import BUCKET, LOAD_FORMATS, UpdateOptions, WeightUpdates, written
+from sglang.srt.managers.front.sent_weights import BUCKET, FLAT, LOAD_FORMATS, written
+from sglang.srt.managers.front.weight_updates import UpdateOptions, WeightUpdates
+from sglang.srt.utils.sent_tensors import METADATA, parts_of
 
 if TYPE_CHECKING:
     import torch
@@ -66,24 +69,15 @@ class EngineWeights:
         return self._result(self._from_tensors(dict(named_tensors), load_format, how))
 
     async def _from_tensors(self, named: dict[str, Any], load_format: str | None, how: UpdateOptions) -> str:
-        from safetensors.torch import save
+        from safetensors.torch import save_file
 
         if load_format not in LOAD_FORMATS:
             raise RequestError(f"load_format must be one of {LOAD_FORMATS}")
         bucket = None
         if load_format == BUCKET:
-            flat = named["flattened_tensor"]
-            bucket = [
-                {
-                    "name": part.name,
-                    "dtype": str(part.dtype).removeprefix("torch."),
-                    "shape": list(part.shape),
-                    "begin": part.start_idx * flat.element_size(),
-                }
-                for part in named.pop("metadata")
-            ]
+            bucket = parts_of(named.pop(METADATA), named[FLAT].element_size())
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
-        async with written([save(tensors)]) as files:
+        async with written([partial(save_file, tensors)]) as files:
             return await self._weights.from_files(files, bucket, how)
 
     def init_weights_update_group(

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from sglang.srt.entrypoints.held_body import body_bytes, releases_body
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
+from sglang.srt.entrypoints.http_origins import refuse_other_pages
 from sglang.srt.entrypoints.http_request_id import PREFIX
 from sglang.srt.entrypoints.http_sessions import SessionParams, session_answer, session_events
 from sglang.srt.entrypoints.http_state import engine_of, state_of
@@ -181,6 +182,12 @@ async def model_info(request: Request) -> Response:
     )
 
 
+@router.get("/weight_version", include_in_schema=False)
+@router.get("/get_weight_version", include_in_schema=False)
+async def weight_version(request: Request) -> Response:
+    return json_response({"weight_version": engine_of(request).manager.weight_version})
+
+
 @router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(request: Request) -> Response:
@@ -340,9 +347,11 @@ _FLUSH_TIMEOUT = {
 }
 
 
+@router.get("/flush_cache", include_in_schema=False)
 @router.post("/flush_cache", openapi_extra=_FLUSH_TIMEOUT)
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache, which requests that run or wait are in the way of."""
+    refuse_other_pages(request)
     limit_s = _seconds(request.query_params.get("timeout", "0"))
     return await until_disconnect(request, _flush_when_idle(request, limit_s))
 

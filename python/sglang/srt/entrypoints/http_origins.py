@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
@@ -44,6 +45,13 @@ def with_origins_checked(
     )
     names = {_host_name(origin.partition("://")[2]) for origin in allowed} | {name.lower() for name in own_names}
     return _OriginGate(cors, frozenset(allowed), re.compile(local), frozenset(names))
+
+
+def refuse_other_pages(request: Request) -> None:
+    """Raises ApiError 403 for a GET that changes something and comes from a web page: a browser sends those of any
+    page, such as of a picture's address, without its `Origin`."""
+    if request.method == "GET" and request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise ApiError(403, "a web page may not do this by GET; clients that are not browsers may")
 
 
 class _OriginGate:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_optional_body
 from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.http_origins import refuse_other_pages
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.managers.front.sleeper import ABORT, MODES, Sleeper
 
@@ -48,12 +49,14 @@ _TAGS = {
 
 
 def _sleeper(request: Request) -> Sleeper:
+    refuse_other_pages(request)
     sleeper = engine_of(request).manager.sleeper
     if sleeper is None:
         raise bad_request("this server keeps its memory; start it with --enable-memory-saver")
     return sleeper
 
 
+@router.get("/release_memory_occupation", include_in_schema=False)
 @router.post("/release_memory_occupation", openapi_extra=body_schema(MemoryBody, required=False))
 async def release_memory_occupation(request: Request) -> Response:
     """Gives memory back once the requests that run have ended. The weights are kept in main memory with
@@ -61,15 +64,16 @@ async def release_memory_occupation(request: Request) -> Response:
     sleeper = _sleeper(request)
     body = await read_optional_body(request, MemoryBody)
     await sleeper.sleep(body.tags, state_of(request).args.enable_weights_cpu_backup)
-    return Response(status_code=200)
+    return json_response(None)
 
 
+@router.get("/resume_memory_occupation", include_in_schema=False)
 @router.post("/resume_memory_occupation", openapi_extra=body_schema(MemoryBody, required=False))
 async def resume_memory_occupation(request: Request) -> Response:
     """Takes memory again."""
     sleeper = _sleeper(request)
     await sleeper.wake((await read_optional_body(request, MemoryBody)).tags)
-    return Response(status_code=200)
+    return json_response(None)
 
 
 @router.post("/sleep", openapi_extra=_SLEEP)

@@ -13,17 +13,11 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
+from sglang.srt.entrypoints.http_origins import refuse_other_pages
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.weight_updates import (
-    BUCKET,
-    LOAD_FORMATS,
-    UpdateOptions,
-    WeightUpdates,
-    bucket_of,
-    decoded,
-    written,
-)
+from sglang.srt.managers.front.sent_weights import BUCKET, LOAD_FORMATS, is_from_user, received
+from sglang.srt.managers.front.weight_updates import UpdateOptions, WeightUpdates
 
 router = APIRouter(tags=["native"])
 
@@ -116,15 +110,18 @@ BODIES = (
 )  # fmt: skip
 
 
-def _updates(request: Request) -> WeightUpdates:
-    """Returns the updates of the engine. Raises ApiError 403 on a server without a key: whoever writes weights decides
-    what all clients read."""
+def _updates(request: Request, is_from_user: bool = False) -> WeightUpdates:
+    """Returns the updates of the engine. is_from_user: the weights are of the user that the server runs as. Raises
+    ApiError 403 on a server without a key: whoever writes weights decides what all clients read."""
+    refuse_other_pages(request)
     args = state_of(request).args
-    if args.api_key is None and args.admin_api_key is None:
+    has_key = args.api_key is not None or args.admin_api_key is not None
+    if not (has_key or is_from_user or args.weight_updates_without_key):
         raise ApiError(
             403,
-            "weights are replaced by holders of the server's key: start it with --admin-api-key or --api-key, or use"
-            " sglang.Engine in the trainer's process",
+            "weights are replaced by holders of the server's key: start it with --admin-api-key or --api-key, use"
+            " sglang.Engine in the trainer's process, or start it with --weight-updates-without-key for clients that"
+            " send no key",
         )
     return engine_of(request).manager.weights
 
@@ -164,14 +161,13 @@ async def update_weights_from_disk(request: Request) -> Response:
 @router.post("/update_weights_from_tensor", openapi_extra=body_schema(FromTensorBody))
 async def update_weights_from_tensor(request: Request) -> Response:
     """Writes tensors, in the names of the checkpoint."""
-    updates, body = _updates(request), await read_body(request, FromTensorBody)
+    body = await read_body(request, FromTensorBody)
     _check_format(body.load_format)
+    updates = _updates(request, is_from_user(body.serialized_named_tensors))
 
     async def update() -> str:
-        data = [decoded(each) for each in body.serialized_named_tensors]
-        bucket = bucket_of(data[0]) if body.load_format == BUCKET else None
-        async with written(data) as files:
-            return await updates.from_files(files, bucket, body.how())
+        async with received(body.serialized_named_tensors, body.load_format) as sent:
+            return await updates.from_files(sent.files, sent.bucket, body.how())
 
     return await _answer(update())
 
@@ -225,6 +221,7 @@ async def update_weight_version(request: Request) -> Response:
     return await _answer(work, new_version=body.new_version)
 
 
+@router.get("/get_weights_by_name", include_in_schema=False)
 @router.post("/get_weights_by_name", openapi_extra=body_schema(ByNameBody))
 async def get_weights_by_name(request: Request) -> Response:
     """Returns the first values of a tensor of the first rank; with several replicas a list of each."""
@@ -232,6 +229,7 @@ async def get_weights_by_name(request: Request) -> Response:
     return json_response(await updates.by_name(body.name, body.truncate_size))
 
 
+@router.get("/weights_checker", include_in_schema=False)
 @router.post("/weights_checker", openapi_extra=body_schema(CheckerBody))
 async def weights_checker(request: Request) -> Response:
     """Hashes the weights, keeps the hashes, compares with them, or zeroes the weights to see that an update reaches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from sglang.srt.configs.gguf.files import PART
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
 
@@ -43,38 +45,58 @@ def read_models(path: str, common: Sequence[str], prog: str) -> ModelsFile:
     """Reads a file, or takes each model below a folder. common: flags of all models. Raises UserError."""
     place = Path(path).expanduser()
     if place.is_dir():
-        said: Any = {"models": {name: {"flags": {"model-path": str(at)}} for name, at in _models_below(place).items()}}
+        said: Any = {"models": {name: {"flags": {}} for name in _models_below(place)}}
+        beside = _models_below(place)
     else:
         try:
             said = yaml.safe_load(place.read_text())
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UserError(f"--models {path} cannot be read: {error}") from None
+        beside = _models_below(place.parent)
     if not isinstance(said, dict) or not isinstance(said.get("models"), dict) or not said["models"]:
         raise UserError(f"--models {path}: there must be `models`, an object of names and what each of them is")
     _refuse_unknown(said, KEYS, "the file")
     shared = ServerArgs.from_cli([*common, "--model-path", "none"], prog)
-    models = tuple(_model(str(name), each, common, shared, prog) for name, each in said["models"].items())
+    models = tuple(
+        _model(str(name), each, beside.get(str(name)), common, shared, prog) for name, each in said["models"].items()
+    )
     names = [name for model in models for name in (model.name, *model.aliases)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--models {path}: two models have the name {twice!r}")
     return ModelsFile(
         models,
-        int(_number(said, "max_awake", 1)),
+        _count(said, "max_awake", 1),
         _number(said, "min_stay", 1.0),
-        int(_number(said, "max_waiting", 256)),
+        _count(said, "max_waiting", 256),
     )
 
 
 def _models_below(folder: Path) -> dict[str, Path]:
-    models = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
-    return models | {path.stem: path for path in sorted(folder.glob("*.gguf"))}
+    """Returns the models of a folder by name: folders with a model, and files in GGUF, of which all parts are one."""
+    folders = {path.parent for pattern in ("*/config.json", "*/*.gguf") for path in folder.glob(pattern)}
+    models = {each.name: each for each in sorted(folders)}
+    for path in sorted(folder.glob("*.gguf"), reverse=True):
+        if "mmproj" not in path.name.lower():  # an encoder of images belongs to another file
+            part = PART.fullmatch(path.name)
+            models[path.stem if part is None else part["stem"]] = path
+    return models
 
 
-def _model(name: str, said: Any, common: Sequence[str], shared: ServerArgs, prog: str) -> NamedModel:
+def _model(
+    name: str, said: Any, beside: Path | None, common: Sequence[str], shared: ServerArgs, prog: str
+) -> NamedModel:
+    """Returns a model of the file. beside: the model of this name in the file's folder; None: there is none."""
     if not isinstance(said, dict) or not isinstance(said.get("flags"), dict):
         raise UserError(f"the model {name!r} of --models must have `flags`, an object with its model-path and others")
     _refuse_unknown(said, MODEL_KEYS, f"the model {name!r}")
     words = [word for flag, value in said["flags"].items() for word in _words(str(flag), value)]
+    if not {f"--{name}" for name in ("model-path", "model", "config")} & {word.partition("=")[0] for word in words}:
+        if beside is None:
+            raise UserError(
+                f"the model {name!r} of --models has no model-path among its flags, and beside the file there is no"
+                f" folder of this name with a model, and no {name}.gguf"
+            )
+        words += ["--model-path", str(beside)]
     try:
         args = ServerArgs.from_cli([*common, *words], prog)
     except UserError as error:
@@ -107,9 +129,15 @@ def _words(flag: str, value: Any) -> list[str]:
 
 def _number(said: Mapping[str, Any], key: str, default: float) -> float:
     value = said.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise UserError(f"--models: {key} is a number that is not negative; got {value!r}")
     return value
+
+
+def _count(said: Mapping[str, Any], key: str, default: int) -> int:
+    if (value := _number(said, key, default)) != int(value):
+        raise UserError(f"--models: {key} is a whole number; got {value!r}")
+    return int(value)
 
 
 def _refuse_unknown(said: Mapping[str, Any], known: frozenset[str], what: str) -> None:

@@ -14,19 +14,21 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_app import create_api
 from sglang.srt.entrypoints.http_errors import ApiError, error_response, json_response
 from sglang.srt.entrypoints.http_middleware import HeadGate, RequestGate, TraceHeaders, with_sessions
-from sglang.srt.entrypoints.http_origins import with_origins_checked
+from sglang.srt.entrypoints.http_origins import refuse_other_pages, with_origins_checked
 from sglang.srt.entrypoints.http_request_id import RequestIds
 from sglang.srt.entrypoints.http_server import Server, run_server
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.model_switch import AWAKE, FAILED, ModelSwitch, Switched
 from sglang.srt.entrypoints.models_file import ModelsFile, NamedModel
 from sglang.srt.entrypoints.ollama.serving_ollama import running, tags
+from sglang.srt.entrypoints.openai.adapter_names import LATEST
 from sglang.srt.entrypoints.openai.routes import model_card
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.sleeper import WAIT
@@ -119,6 +121,8 @@ class SwitchingApp:
         try:
             if not self.ready:
                 raise ApiError(503, "the server is starting")
+            if path == "/unload":
+                refuse_other_pages(Request(scope))
             if (name := scope.get(NAMED)) is not None:
                 await self._pass_on(self._named(name), scope, receive, send)
             elif (answer := await self._own_answer(scope["method"], path)) is not None:
@@ -148,13 +152,13 @@ class SwitchingApp:
             await model.app(scope, receive, send)
 
     def _named(self, name: str) -> str:
-        """Returns the name of a model, given that, an alias, or either with an adapter behind a colon where the model
-        takes adapters. Raises ApiError 404."""
+        """Returns the name of a model, given that, an alias, or either with a colon and behind it an adapter, where the
+        model takes adapters, or Ollama's `latest`. Raises ApiError 404."""
         base, _, adapter = name.rpartition(":")
         if (known := self._names.get(name, name)) in self._models:
             return known
         if adapter and (known := self._names.get(base, base)) in self._models:
-            if self._models[known].named.args.enable_lora:
+            if adapter == LATEST or self._models[known].named.args.enable_lora:
                 return known
         text = f"The model '{name[:256]}' does not exist; /v1/models lists those that do"
         raise ApiError(404, text, code="model_not_found", param="model")
@@ -197,8 +201,9 @@ class SwitchingApp:
                 {"running": [{"model": name, "state": state} for name, state in states.items() if state == AWAKE]}
             )
         if path in ("/unload", UNLOAD) or path.startswith(f"{UNLOAD}/"):
-            if method != "POST":
-                raise ApiError(405, f"{method} is not allowed on {path}; it takes POST")
+            allowed = ("POST", "GET") if path == "/unload" else ("POST",)
+            if method not in allowed:
+                raise ApiError(405, f"{method} is not allowed on {path}; it takes {' or '.join(allowed)}")
             name = path.removeprefix(UNLOAD).strip("/") if path.startswith(UNLOAD) else ""
             await self._switch.unload(self._named(name) if name else None)
             return _said({"msg": "ok"})

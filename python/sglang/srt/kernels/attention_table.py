@@ -21,7 +21,6 @@ from sglang.srt.kernels.conditions import (
     library_fails,
     no_e4m3_conversion,
     no_fp4_cache,
-    no_fp8_cache,
     not_for_hybrids,
     only_16_bit_cache,
     only_equal_head_dims,
@@ -181,7 +180,7 @@ CANDIDATE_BLOCKS = (
     KernelSpec(
         "triton", f"{_SHARED_SPARSE}.triton_candidates:TritonCandidateBlocks", CP_ASYNC, "triton",
         takes_plan=True,
-        refuse=all_of(HALF, no_fp8_cache),
+        refuse=all_of(HALF, e4m3_or_16_bits, no_e4m3_conversion),
     ),
     KernelSpec("torch_native", f"{_SHARED_SPARSE}.candidates:candidate_blocks", graph_safe=False),
 )  # fmt: skip
@@ -212,7 +211,7 @@ SELECTED_BLOCK_ATTENTION = (
         takes_plan=True,
         tiled=True,
         kernel_module=f"{_POOLED_SPARSE}.kernels.selected_blocks",
-        refuse=all_of(HALF, only_16_bit_cache, lacks("uneven_sizes")),
+        refuse=all_of(HALF, no_fp4_cache, no_e4m3_conversion, lacks("uneven_sizes")),
     ),
     KernelSpec("torch_native", f"{_POOLED_SPARSE}.reference:attend_blocks", graph_safe=False),
 )

@@ -136,11 +136,6 @@ def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
 
 
-def no_fp8_cache(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses FP8 caches."""
-    return [f"no {need.kv_dtype} cache (--kv-cache-dtype bf16 works)"] if need.kv_dtype.startswith("fp8") else []
-
-
 def no_fp4_cache(need: Need, arch: ArchTraits) -> list[str]:
     """Refuses FP4 caches."""
     return ["no fp4_e2m1 cache (has fp8_e4m3, fp8_e5m2, 16 bits)"] if need.kv_dtype == "fp4_e2m1" else []
@@ -202,10 +197,15 @@ def e4m3_or_16_bits(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def packed_latents(need: Need, arch: ArchTraits) -> str:
-    """Returns the remark about packed FP8 latents; "" for a cache of 16 bits."""
-    return "latents of 656 bytes: e4m3 with a scale for 128 columns, rotary columns in bfloat16" * (
-        need.kv_dtype == "fp8_e4m3"
-    )
+    """Returns the remark about latents or entries in eight or in four bits; "" for a cache of 16 bits."""
+    rotary = "rotary columns in bfloat16"
+    if need.kv_dtype == "fp4_e2m1":
+        return f"records: e2m1 with a scale for 16 columns, {rotary}"
+    if need.kv_dtype != "fp8_e4m3":
+        return ""
+    if "mla" in need.traits:
+        return f"latents of 656 bytes: e4m3 with a scale for 128 columns, {rotary}"
+    return f"records: e4m3 with a scale for 64 columns, {rotary}"
 
 
 def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:

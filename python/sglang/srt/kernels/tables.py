@@ -46,7 +46,6 @@ from sglang.srt.kernels.conditions import (
     native_fp4_available,
     no_e4m3_arithmetic,
     no_e4m3_conversion,
-    no_fp8_cache,
     not_for_hybrids,
     only_dtypes,
     only_equal_head_dims,
@@ -357,14 +356,22 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         ),
         KernelSpec("torch_native", f"{_MLA}.reference:latent_pack_store", refuse=only_packed),
     ),
+    "latent_record_store": (
+        KernelSpec(
+            "triton",
+            f"{_TRITON}.latent_records:latent_record_store",
+            CP_ASYNC,
+            "triton",
+            refuse=all_of(HALF, no_e4m3_conversion),
+        ),
+        KernelSpec("torch_native", "sglang.srt.layers.native_latent_records:latent_record_store", graph_safe=False),
+    ),
     "index_norm_rope": (
         KernelSpec("triton", f"{_TRITON}.index_rope:index_norm_rope", CP_ASYNC, "triton", refuse=HALF),
         KernelSpec("torch_native", f"{_NATIVE_SPARSE}:index_norm_rope"),
     ),
-    "kv_compressor": _compressed("compressor:KV_COMPRESSOR", "KV_COMPRESSOR", no_fp8_cache, graph_safe=False),
-    "shared_kv_norm_rope_store": _compressed(
-        "tail_rotation:shared_kv_norm_rope_store", "shared_kv_norm_rope_store", no_fp8_cache
-    ),
+    "kv_compressor": _compressed("compressor:KV_COMPRESSOR", "KV_COMPRESSOR", graph_safe=False),
+    "shared_kv_norm_rope_store": _compressed("tail_rotation:shared_kv_norm_rope_store", "shared_kv_norm_rope_store"),
     "tail_rotation": _compressed("tail_rotation:tail_rotation", "tail_rotation"),
     "gated_streams": (
         KernelSpec("triton", f"{_STREAMS}.kernels.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=HALF),

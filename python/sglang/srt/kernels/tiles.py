@@ -187,12 +187,26 @@ ROWS: tuple[TileRow, ...] = (
         (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
         {"wgmma": (_gather(64, 64, 8, 2, 1, 128), _gather(32, 32, 4, 2, 1, 128), _gather(16, 32, 4, 3, 2))},
     ),
+    # Records of latents (`plan.latent_record`). Sizes are predictions: shared memory and registers are on record, times
+    # are not measured.
+    TileRow(
+        "sparse_attention", ((512, 512),), _FP8,
+        (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
+    ),
+    TileRow("sparse_attention", ((512, 512), *MLA_LATENTS), _FP4, (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1))),
     # Eight or twelve heads of a KV head share a block of 16 rows; what is read per token is the same for all tiles.
     TileRow(
         "selected_block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 2, 2)),
     ),
     TileRow(
         "selected_block_attention", ((256, 256),), _HALF, (_gather(16, 32, 4, 2, 2), _gather(16, 16, 4, 2, 2)),
+    ),
+    # Sizes are predictions, as those of records.
+    TileRow(
+        "selected_block_attention", ((128, 128),), _FP8, (_gather(16, 64, 8, 2, 2), _gather(16, 32, 4, 2, 2)),
+    ),
+    TileRow(
+        "selected_block_attention", ((256, 256),), _FP8, (_gather(16, 32, 8, 2, 2), _gather(16, 16, 4, 2, 2)),
     ),
     TileRow(
         "sparse_indexer", ((128, 128),), _FP8,

@@ -103,6 +103,7 @@ class CompressedStep:
     _windows: dict[int, Selection] = field(default_factory=dict)
     _all: dict[int, Selection] = field(default_factory=dict)
     _tails: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _completed: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _angles: dict[RopeSpec, torch.Tensor] = field(default_factory=dict)
 
     def entries(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> EntryRows:
@@ -123,6 +124,17 @@ class CompressedStep:
             slots = table[self.requests.slots, first.clamp(max=table.shape[1] - 1)] // rate
             self._tails[rate] = (slots, (after - first).to(torch.int32))
         return self._tails[rate]
+
+    def completed(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns for entries that are written to a row of each token first: the slot (of a token) of that row, and the
+        slot of the entry that the token completes, -1 if it does not complete a run. Both [T] int64."""
+        key = (rate, cache.table)
+        if key not in self._completed:
+            requests, loc = self.requests, batch.slots_of(cache).out_cache_loc
+            ends = (requests.positions + 1) % rate == 0
+            rows = torch.arange(len(loc), device=loc.device) * rate
+            self._completed[key] = (rows, torch.where(ends, loc // rate, -1))
+        return self._completed[key]
 
     def rows_with_angles(self, batch: ForwardBatch, rotary: RotaryTable, dim: int) -> torch.Tensor:
         """Returns [T, 2, dim] fp32: zeros, followed by the cosines and sines of each token's RoPE, then zeros. All

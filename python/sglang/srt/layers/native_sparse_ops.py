@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.native_latent_records import unpack_records
 from sglang.srt.layers.native_ops import apply_rope
+from sglang.srt.plan.latent_record import LatentRecord
 
 INDEX_DIM = 128
 """Columns of an index key."""
@@ -184,15 +186,21 @@ def attend_selected(
     scale: float,
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    record: LatentRecord | None = None,
+    record_scale: float = 1.0,
 ) -> None:
     """Fills out [T, H, Dv] with the attention of q [T, H, D] over the selected entries of one or two caches; an entry
-    is a key, and its first Dv columns are the value. Caches are [S, 1, D] of 16 bits or more, or [S, 1, 656] uint8
-    (`pack_latents`, D 576, Dv 512). sinks [H] fp32: one more logit per head, without a value. lse [T, H] fp32 receives
-    the natural log-sum-exp, the sink included. A token without entries gets zeros, and lse -inf without a sink."""
+    is a key, and its first Dv columns are the value. Caches are [S, 1, D] of 16 bits or more, or uint8: records
+    (`record`) whose numbers are values divided by `record_scale`, or [S, 1, 656] (`pack_latents`, D 576, Dv 512). sinks
+    [H] fp32: one more logit per head, without a value. lse [T, H] fp32 receives the natural log-sum-exp, the sink
+    included. A token without entries gets zeros, and lse -inf without a sink."""
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    unpack = unpack_latents
+    if record is not None:
+        unpack = functools.partial(unpack_records, record=record, scale=record_scale)
     width = sum(selection.slots.shape[1] for _, selection in sources)
     for piece in pieces(torch.Size((len(q), width)), q.shape[2]):
-        parts = [_selected(cache, selection, piece, math_dtype) for cache, selection in sources]
+        parts = [_selected(cache, selection, piece, math_dtype, unpack) for cache, selection in sources]
         keys, kept = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
         scores = (q[piece].to(math_dtype) @ keys.transpose(1, 2)) * scale  # [t, H, K]
         scores = scores.masked_fill(~kept[:, None], float("-inf"))
@@ -206,15 +214,19 @@ def attend_selected(
 
 
 def _selected(
-    cache: torch.Tensor, selection: Selection, piece: slice, dtype: torch.dtype
+    cache: torch.Tensor,
+    selection: Selection,
+    piece: slice,
+    dtype: torch.dtype,
+    unpack: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the selected entries [t, K, D] of some tokens, zeros where there is none, and the mask [t, K] of existing
-    ones."""
-    slots = selection.slots[piece]
+    ones. `unpack`: makes entries of those that are bytes."""
+    slots = selection.of(piece)
     kept = (slots >= 0) & (torch.arange(slots.shape[1], device=slots.device) < selection.counts[piece, None])
     entries = cache[torch.where(kept, slots, 0).long(), 0]
     if cache.dtype == torch.uint8:
-        entries = unpack_latents(entries.flatten(0, 1)).unflatten(0, slots.shape)
+        entries = unpack(entries.flatten(0, 1)).unflatten(0, slots.shape)
     return entries.to(dtype).masked_fill(~kept[..., None], 0.0), kept
 
 

@@ -96,9 +96,10 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
     selected entries; graphs have their own."""
     chosen = (choices.get(op) for op in ("block_attention", "selected_block_attention", "sparse_attention"))
     attention = next((choice for choice in chosen if choice is not None), None)
-    if attention is None or not {"sparse_indexer", "block_indexer"} & choices.keys():
+    if attention is None:
         return 0
-    total = min(INDEX_LOGIT_BYTES, sizes.index_logits) * 5 // 4
+    scores = bool({"sparse_indexer", "block_indexer"} & choices.keys())
+    total = min(INDEX_LOGIT_BYTES, sizes.index_logits) * 5 // 4 if scores else 0
     if attention.tile is not None:
         tiles = (attention.tile, *attention.smaller_tiles)
         heads_at_once = max(tile["ctas_per_sm"] * tile["BLOCK_H"] for tile in tiles)

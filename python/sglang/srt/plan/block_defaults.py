@@ -79,7 +79,7 @@ class MixerDefaults(Protocol):
 
     @property
     def merges_tokens(self) -> bool:
-        """Returns whether cache entries may stand for several tokens: they are whole on every rank, in 16 bits."""
+        """Returns whether cache entries may stand for several tokens: they are whole on every rank."""
         return False
 
     @property

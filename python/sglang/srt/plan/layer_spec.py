@@ -21,6 +21,7 @@ from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults, MixerDefaults
 from sglang.srt.plan.cache_spec import FULL, PER_REQUEST, CacheSpec, CacheTensor, Full, Window
+from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_spec import Elements, Weights
 
@@ -77,6 +78,16 @@ class ParallelConfig:
     @property
     def attn_tp_size(self) -> int:
         return self.ranks.attn_tp_size
+
+    @property
+    def unquantized(self) -> ParallelConfig:
+        """The config with a cache in the model's dtype: of kernels whose rows another kernel packs."""
+        return replace(self, kv_dtype=self.dtype)
+
+    @property
+    def of_index_keys(self) -> ParallelConfig:
+        """The config with the cache dtype of an indexer's keys: e4m3 beside entries in eight or in four bits."""
+        return replace(self, kv_dtype="fp8_e4m3") if has_tensor_scales(self.kv_dtype) else self
 
     def need(
         self,

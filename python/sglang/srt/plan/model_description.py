@@ -174,12 +174,6 @@ class ModelDescription:
         ends = (0, matrix.experts - 1) if matrix.experts > 1 else (0,)
         return [names.layer_module(layer, matrix.name, part, expert) for part in matrix.parts for expert in ends]
 
-    @property
-    def caches_in_fp8(self) -> bool:
-        """Returns whether the caches of keys and values may be in FP8. Compressed entries stay in 16 bits, and so do
-        the caches of layers that select runs of tokens by pooled keys."""
-        return not any(layer.mixer.merges_tokens for layer in self.layers)
-
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here, if anything is."""
         if self.transformers_class is None and self.architecture not in SERVED_ARCHITECTURES:

@@ -302,8 +302,6 @@ def parallel_config_of(args: ServerArgs, dtype: str, model: ModelDescription) ->
     """Returns the parallel and dtype config that the layers' ops depend on. Raises UserError for an unknown cache
     dtype."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
-    if not model.caches_in_fp8:
-        kv_dtype = dtype
     return ParallelConfig(
         dtype,
         kv_dtype,

@@ -46,6 +46,7 @@ from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
+from sglang.srt.plan.weights_copy import WeightsCopy, plan_weights_copy
 from sglang.srt.server_args import ServerArgs
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class Plan:
     aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # the prefix cache in main memory
     expert_slots: ExpertSlotPlan | None = None  # the experts in main memory
+    weights_copy: WeightsCopy | None = None  # of a sleeping server, in main memory
     quantized_sums: QuantizedAllReduceRule | None = None  # which all-reduces are quantized
     two_batch_overlap: TwoBatchRule | None = None  # which steps run as two microbatches
     adapters: AdapterPlan | None = None  # the memory for LoRA adapters; None: the server takes none
@@ -236,6 +238,7 @@ class Plan:
             **({"host_cache": self.host_cache.describe()} if self.host_cache is not None else {}),
             **({"adapters": self.adapters.describe()} if self.adapters is not None else {}),
             **({"expert_slots": self.expert_slots.describe()} if self.expert_slots is not None else {}),
+            **({"weights_copy": self.weights_copy.describe()} if self.weights_copy is not None else {}),
             "kernels": {
                 op: {
                     "kernel": choice.name,
@@ -289,6 +292,8 @@ class Plan:
             logger.info("Weights: %s", self.expert_slots)
         if self.host_cache is not None:
             logger.info("Prefixes in main memory: %s", self.host_cache)
+        if self.weights_copy is not None:
+            logger.info("Sleep: %s", self.weights_copy)
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
             logger.warning(message)
@@ -386,14 +391,14 @@ def make_plan(
         warnings=(
             *trial.chosen.notes,
             *capacity.notes,
-            *flag_notes(args, trial.description, capacity, trial.expert_slots is not None, arch.device == "cpu"),
+            *flag_notes(args, capacity, trial.expert_slots is not None, arch.device == "cpu"),
         ),
         errors=short_of_context(planner.like(trial), trial),
     )
-    return _with_host_cache(plan, args, trial, everything, host_bytes, tier_unasked)
+    return _with_main_memory(plan, args, trial, everything, host_bytes, tier_unasked)
 
 
-def _with_host_cache(
+def _with_main_memory(
     plan: Plan,
     args: ServerArgs,
     trial: Trial,
@@ -401,8 +406,8 @@ def _with_host_cache(
     host_bytes: int | None,
     unasked: bool,
 ) -> Plan:
-    """Returns the plan with the prefix cache in main memory. All stages have pools of equally many tokens.
-    `everything`: the model with the layers of a draft."""
+    """Returns the plan with what lies in main memory: a sleeping server's weights, and cached prefixes, of which all
+    stages have equally many tokens. `everything`: the model with the layers of a draft."""
     parallel, memory = trial.parallel, plan.memory
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
@@ -410,6 +415,9 @@ def _with_host_cache(
         slots = trial.expert_slots
         of_experts = 0 if slots is None or plan.device == "cpu" else slots.host_bytes * slots.banks
         host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes - of_experts)
+    weights_copy, said = plan_weights_copy(args, memory.weights, processes, host_bytes)
+    if weights_copy is not None and weights_copy.always and host_bytes is not None:
+        host_bytes = max(0, host_bytes - weights_copy.total)
     ranks_share = ranks_share_caches(everything, parallel)
     weights = RankBytes(memory.weights, int(memory.weights * active_share(everything)))
     alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.ranks.attn_dp_size == 1
@@ -426,4 +434,5 @@ def _with_host_cache(
         unasked,
         sharers,
     )
-    return replace(plan, host_cache=host_cache, warnings=(*plan.warnings, *notes))
+    warnings = (*plan.warnings, *said, *notes)
+    return replace(plan, host_cache=host_cache, weights_copy=weights_copy, warnings=warnings)

@@ -10,7 +10,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.layer_spec import AttentionShape
 
 from .inputs import CONTEXT, REQUESTS, SLOTS, empty
-from .selection import launch_indexer, launch_selected_attention, selected
+from .selection import launch_indexer, launch_records, launch_selected_attention, selected
 
 
 def launch_compressed_sparse(mixer: CompressedSparse, tp_size: int, arch: ArchTraits) -> None:
@@ -22,6 +22,7 @@ def launch_compressed_sparse(mixer: CompressedSparse, tp_size: int, arch: ArchTr
         _compressors(mixer)
     more = [(cache, selected(64))] if mixer.rate else []
     launch_selected_attention(shape, [(cache, selected(mixer.window)), *more], True, "bfloat16", arch)
+    launch_records(shape, mixer.record, [mixer.window, *([64] if mixer.rate else [])], True, arch)
     if mixer.indexer is not None:
         launch_indexer(mixer.indexer, mixer.rate, arch)
 

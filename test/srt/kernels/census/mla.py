@@ -15,8 +15,8 @@ from sglang.srt.layers.triton_ops import index_rope, norm, part_rows
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 
 from .gqa import launch_attention
-from .inputs import BF16, CACHES, CONTEXT, SLOTS, empty, tiles_of
-from .selection import launch_indexer, launch_selected_attention, selected
+from .inputs import BF16, CACHES, CONTEXT, FP4, SLOTS, empty, tiles_of
+from .selection import launch_indexer, launch_records, launch_selected_attention, selected
 
 
 def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
@@ -28,6 +28,7 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
             cache = empty(SLOTS, 1, width, dtype=stored)
             launch_selected_attention(shape, [(cache, selected(2048))], False, dtype, arch)
         latent_pack.latent_pack_store(empty(100, shape.head_dim), cache, empty(100, dtype=torch.int64))
+    launch_records(shape, mixer.record, [2048], False, arch, in_table=not mixer.sparse)
     if mixer.indexer is not None:
         launch_indexer(mixer.indexer, 1, arch)
         _index_rows(mixer.indexer, mixer.rope_dim)
@@ -53,6 +54,10 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
                 empty(rank), 1e-6, cache, positions, 1.0, is_neox_style,
             )  # fmt: skip
         chunks = [LatentChunk(empty(64, dtype=torch.int64), bounds)] * 2
+        record = mixer.record(FP4)
+        assert record is not None
+        records = empty(SLOTS, 1, record.size, dtype=torch.uint8)
+        latent_prompt.gather_records(records, chunks[0].slots, empty(64, heads, head_dim), record, 1.0)
         for tile in tiles_of("latent_prompt_attention", *prompt, "bfloat16", arch):
             for prefix in ([], chunks):
                 out = empty(tokens, heads, v_dim)

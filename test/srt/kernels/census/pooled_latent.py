@@ -11,7 +11,7 @@ from sglang.srt.layers.triton_ops import index_rope, norm
 from sglang.srt.plan.layer_spec import AttentionShape
 
 from .inputs import REQUESTS, SLOTS, empty
-from .selection import launch_indexer, launch_selected_attention, selected
+from .selection import launch_indexer, launch_records, launch_selected_attention, selected
 
 
 def launch_pooled_latent(mixer: PooledLatent, tp_size: int, arch: ArchTraits) -> None:
@@ -37,4 +37,5 @@ def launch_pooled_latent(mixer: PooledLatent, tp_size: int, arch: ArchTraits) ->
     launch_selected_attention(
         shape, [(cache, selected(64)), (cache, selected(mixer.block - 1))], False, "bfloat16", arch
     )
+    launch_records(shape, mixer.record, [64, mixer.block - 1], False, arch)
     launch_indexer(index, mixer.block, arch)

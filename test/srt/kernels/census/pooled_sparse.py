@@ -14,9 +14,12 @@ from sglang.srt.layers.attention.selection import EntryRows
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.triton_ops import norm
+from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.layer_spec import AttentionShape
 
 from .gqa import launch_rope_store
-from .inputs import CONTEXT, REQUESTS, SLOTS, empty, tiles_of
+from .inputs import CACHES, CONTEXT, REQUESTS, SLOTS, empty, tiles_of
+from .selection import launch_indexer
 
 
 def launch_pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) -> None:
@@ -42,9 +45,19 @@ def launch_pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) ->
             index_logits(q, scores, keys, None, entries, index.top_k, logits, tile=tile, num_sms=arch.num_sms)
         select_entries(logits, entries, index.top_k, slots, counts)
     chosen = BlockSelection(slots, counts, counts, counts, mixer.block)
-    queries, k_cache = empty(tokens, shape.num_heads, shape.head_dim), empty(SLOTS, shape.num_kv_heads, shape.head_dim)
-    group = shape.num_heads // shape.num_kv_heads
-    for tile in tiles_of("selected_block_attention", shape.head_dim, shape.v_head_dim, "bfloat16", arch, group):
+    queries, group = empty(tokens, shape.num_heads, shape.head_dim), shape.num_heads // shape.num_kv_heads
+    launch_indexer(index, mixer.block, arch)
+    for name in CACHES:
+        k_cache = empty(SLOTS, shape.num_kv_heads, shape.head_dim, dtype=STORAGE_DTYPES[name])
+        _attention(shape, chosen, queries, k_cache, name, group, arch)
+
+
+def _attention(
+    shape: AttentionShape, chosen: BlockSelection, queries: torch.Tensor, k_cache: torch.Tensor, name: str, group: int,
+    arch: ArchTraits,
+) -> None:  # fmt: skip
+    slots, counts, tokens = chosen.blocks, chosen.counts, len(queries)
+    for tile in tiles_of("selected_block_attention", shape.head_dim, shape.v_head_dim, name, arch, group):
         for some in (1, tokens):
             part = BlockSelection(*(x[:some] for x in (slots, counts, counts, counts)), chosen.block)
             selected_block_attention_fwd(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -12,19 +13,31 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
-from sglang.srt.layers.triton_ops import index_store
+from sglang.srt.layers.triton_ops import index_store, latent_records
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.latent_record import LatentRecord
 from sglang.srt.plan.layer_spec import AttentionShape
 
-from .inputs import BF16, CONTEXT, REQUESTS, SLOTS, empty, tiles_of
+from .inputs import BF16, CONTEXT, FP4, REQUESTS, SLOTS, empty, tiles_of
 
 
 def selected(width: int, tokens: int = 100) -> Selection:
     return Selection(empty(tokens, width, dtype=torch.int32), empty(tokens, dtype=torch.int32))
 
 
+def _of_tokens(entries: Selection, tokens: int) -> Selection:
+    if entries.rows is None:
+        return selected(entries.slots.shape[1], tokens)
+    return Selection(entries.slots, empty(tokens, dtype=torch.int32), empty(tokens, dtype=torch.int64))
+
+
 def launch_selected_attention(
-    shape: AttentionShape, caches: list[tuple[torch.Tensor, Selection]], sinks: bool, dtype: str, arch: ArchTraits
+    shape: AttentionShape,
+    caches: list[tuple[torch.Tensor, Selection]],
+    sinks: bool,
+    dtype: str,
+    arch: ArchTraits,
+    record: LatentRecord | None = None,
 ) -> None:
     """Of prompts, and of batches of every size that is cut into shares."""
     sink = empty(shape.num_heads, dtype=torch.float32) if sinks else None
@@ -32,8 +45,31 @@ def launch_selected_attention(
         for tokens in (1, 4, 8, 60, 1000):
             q, out = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.num_heads, shape.v_head_dim)
             for lse in (None, empty(tokens, shape.num_heads, dtype=torch.float32)):
-                sources = [(cache, selected(entries.slots.shape[1], tokens)) for cache, entries in caches]
-                sparse_attention_fwd(q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse)
+                sources = [(cache, _of_tokens(entries, tokens)) for cache, entries in caches]
+                sparse_attention_fwd(
+                    q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse, record=record
+                )
+
+
+def launch_records(
+    shape: AttentionShape, record_of: Callable[[str], LatentRecord | None], widths: list[int], sinks: bool,
+    arch: ArchTraits, in_table: bool = False,
+) -> None:  # fmt: skip
+    """Latents or entries in eight and in four bits: what packs them, and attention to `widths` of one or two caches, or
+    to all tokens (`in_table`)."""
+    for dtype in ("fp8_e4m3", FP4):
+        record = record_of(dtype)
+        if record is None:
+            continue
+        cache = empty(SLOTS, 1, record.size, dtype=torch.uint8)
+        for tokens in (1, 100):
+            rows = empty(tokens, 1, record.dim)[:, 0]
+            latent_records.latent_record_store(rows, cache, empty(tokens, dtype=torch.int64), record)
+        chosen = [selected(width) for width in widths]
+        if in_table:
+            table = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+            chosen = [Selection(table, chosen[0].counts, empty(100, dtype=torch.int64))]
+        launch_selected_attention(shape, [(cache, each) for each in chosen], sinks, dtype, arch, record)
 
 
 def launch_indexer(indexer: Indexer, rate: int, arch: ArchTraits) -> None:

@@ -11,7 +11,7 @@ from sglang.srt.plan.layer_spec import AttentionShape
 
 from .compressed import launch_rotations
 from .inputs import CONTEXT, REQUESTS, SLOTS, empty
-from .selection import launch_indexer, launch_selected_attention, selected
+from .selection import launch_indexer, launch_records, launch_selected_attention, selected
 
 
 def launch_shared_sparse(mixer: SharedSparse, tp_size: int, arch: ArchTraits) -> None:
@@ -25,6 +25,7 @@ def launch_shared_sparse(mixer: SharedSparse, tp_size: int, arch: ArchTraits) ->
         empty(100, dtype=torch.int64),
     )  # fmt: skip
     launch_selected_attention(shape, [(cache, selected(mixer.window)), (cache, selected(64))], True, "bfloat16", arch)
+    launch_records(shape, mixer.record, [mixer.window, 64], True, arch)
     if mixer.indexer is not None:
         launch_indexer(mixer.indexer, mixer.rate, arch)
     if mixer.makes and mixer.indexer is not None:

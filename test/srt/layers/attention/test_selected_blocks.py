@@ -43,6 +43,12 @@ def test_the_kernel(dim: int, heads: int, kv_heads: int, block: int, tile_n: int
     attend_blocks(q, k_cache, v_cache, chosen, want, scale=dim**-0.5)
     selected_block_attention_fwd(q, k_cache, v_cache, chosen, got, scale=dim**-0.5, tile=tile, num_sms=num_sms)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    if heads == 8:
+        stored = [cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache)]
+        scales = {"k_scale": 0.5, "v_scale": 2.0}
+        attend_blocks(q, *stored, chosen, want, scale=dim**-0.5, **scales)
+        selected_block_attention_fwd(q, *stored, chosen, got, scale=dim**-0.5, tile=tile, num_sms=num_sms, **scales)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_all_blocks_are_dense_attention() -> None:

@@ -261,8 +261,8 @@ class _Plan:
 
 @interpreter.kernel_test
 @pytest.mark.parametrize("rate", [1, 2])
-@pytest.mark.parametrize("top", [1, 4])
-def test_runs_by_their_best_entry_and_the_choice_in_them(rate: int, top: int) -> None:
+@pytest.mark.parametrize(("top", "quantized"), [(1, False), (4, False), (4, True)])
+def test_runs_by_their_best_entry_and_the_choice_in_them(rate: int, top: int, quantized: bool) -> None:
     """Of few entries all runs, of more those with the best ones and the token's own, which may be unfinished."""
     torch.manual_seed(top)
     block, heads, top_k = 8, 32, 6
@@ -272,11 +272,16 @@ def test_runs_by_their_best_entry_and_the_choice_in_them(rate: int, top: int) ->
     q = torch.randn(len(counts), heads, 128, device=DEVICE).bfloat16()
     weights = torch.randn(len(counts), heads, device=DEVICE)
     keys = torch.randn(SLOTS // rate, 1, 128, device=DEVICE).bfloat16()
-    want = candidates.candidate_blocks(q, weights, keys, rows, block, top)
-    got = TritonCandidateBlocks(_Plan())(q, weights, keys, rows, block, top)  # type: ignore[arg-type]
+    scales = None
+    if quantized:
+        stored = torch.zeros(len(keys), 1, 128, device=DEVICE).to(E4M3), torch.zeros(len(keys), 1, device=DEVICE)
+        native.index_key_store(keys[:, 0], *stored, torch.arange(len(keys), device=DEVICE))
+        (keys, scales), (q, weights) = stored, native.index_queries(q, weights, 1.0, E4M3)
+    want = candidates.candidate_blocks(q, weights, keys, scales, rows, block, top)
+    got = TritonCandidateBlocks(_Plan())(q, weights, keys, scales, rows, block, top)  # type: ignore[arg-type]
     assert torch.equal(got.counts, want.counts) and torch.equal(got.slots, want.slots)
-    theirs = candidates.choose_within(native.sparse_indexer, q, weights, keys, rows, want, block, top_k)
-    ours = candidates.choose_within(TritonSparseIndexer(_Plan()), q, weights, keys, rows, got, block, top_k)  # type: ignore[arg-type]
+    theirs = candidates.choose_within(native.sparse_indexer, q, weights, keys, scales, rows, want, block, top_k)
+    ours = candidates.choose_within(TritonSparseIndexer(_Plan()), q, weights, keys, scales, rows, got, block, top_k)  # type: ignore[arg-type]
     assert torch.equal(ours.counts, theirs.counts)
     assert torch.equal(ours.slots[:, :top_k], theirs.slots)
 

@@ -12,6 +12,7 @@ from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.layers.compressed_step import CompressedStep, TokenRequests
 from sglang.srt.layers.kept_rows import keep_rows
 from sglang.srt.layers.ops import LINEAR
+from sglang.srt.layers.packed_entries import Packing, rows_to_pack
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.weight_names import PartKey
@@ -40,8 +41,9 @@ class EntryStore:
     Entries of runs that end in rejected tokens need no cleanup: no token sees them before the run is complete, and then
     the token that completes it overwrites them."""
 
-    def __init__(self, plan: Plan, cache: CacheStore, state: CacheStore) -> None:
-        self.cache, self.state = cache, state
+    def __init__(self, plan: Plan, cache: CacheStore, state: CacheStore, packing: Packing | None = None) -> None:
+        """`packing`: of the cache, if it does not hold entries as they are."""
+        self.cache, self.state, self.packing = cache, state, packing
         self.kernels = plan.entry(KV_COMPRESSOR_OP)
 
     def __call__(
@@ -54,7 +56,11 @@ class EntryStore:
     ) -> None:
         """Stores and keeps; a verify step records instead. rows [T,
         2, W] and bias: as in `reference.compress`."""
-        requests = step.requests
+        requests, packing = step.requests, self.packing
+        into, at = self.cache.k, batch.slots_of(self.cache).out_cache_loc
+        if packing is not None:
+            into = rows_to_pack(packing, len(rows), rows.device)
+            at, slots = step.completed(batch, self.cache, self._rate(bias))
         self.kernels.compress(
             rows,
             bias,
@@ -65,11 +71,17 @@ class EntryStore:
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
             None if norm is None else norm.cos_sin,
-            self.cache.k,
-            batch.slots_of(self.cache).out_cache_loc,
+            into,
+            at,
             angles=0 if norm is None else norm.angles,
         )
+        if packing is not None:
+            packing(into, self.cache, slots)
         keep_rows(batch, self.keep, requests, rows)
+
+    def _rate(self, bias: torch.Tensor | None) -> int:
+        """Returns the tokens of a run: each has a row of the bias; means have one state for each."""
+        return self.state["rows"].shape[1] if bias is None else len(bias)
 
     def keep(self, rows: torch.Tensor, requests: TokenRequests) -> None:
         """Keeps each request's last rows for later entries."""
@@ -80,10 +92,17 @@ class Compressor:
     """Stores entries in `cache` from hidden states [T, H], for tokens that complete a run."""
 
     def __init__(
-        self, scope: Scope, spec: CompressedSparse, dim: int, eps: float, cache: CacheStore, state: CacheStore
+        self,
+        scope: Scope,
+        spec: CompressedSparse,
+        dim: int,
+        eps: float,
+        cache: CacheStore,
+        state: CacheStore,
+        packing: Packing | None,
     ) -> None:
         self.cache, self.eps = cache, eps
-        self.store = EntryStore(scope.plan, cache, state)
+        self.store = EntryStore(scope.plan, cache, state, packing)
         width, rate = spec.overlap * dim, spec.rate
         matrix = scope.matrix()
         parts = {

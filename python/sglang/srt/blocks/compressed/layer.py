@@ -25,6 +25,7 @@ from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
+from sglang.srt.layers.packed_entries import key_scales, packed_keys, packed_records, rows_to_pack, token_numbers
 from sglang.srt.layers.parameter import Init, Scope, WeightShard, share_param
 from sglang.srt.plan.ranks import padded_share, whole
 
@@ -53,13 +54,17 @@ class CompressedAttention(SumsInOutput):
         scope.quant.create_unpacked(scope.sub("o_a"), shard, self._take_groups)
         self.out = RowParallelLinear(scope.sub("o_b"), low, hidden_size, group=group)
         self.window = scope.cache(site.layer_id, "kv")
+        self.packing = packed_records(scope.plan, spec.record(scope.plan.kv_cache_dtype))
+        self.record = None if self.packing is None else self.packing.record
         self.rotary = site.rotary.of(spec.rope)
         self.compressor: Compressor | None = None
         self.indexer: CompressedIndexer | None = None
         if spec.rate and type(spec) is CompressedSparse:
             cache = scope.cache(site.layer_id, "compressed")
             state = scope.cache(site.layer_id, "pending")
-            self.compressor = Compressor(scope.sub("compressor"), spec, spec.head_dim, self.eps, cache, state)
+            self.compressor = Compressor(
+                scope.sub("compressor"), spec, spec.head_dim, self.eps, cache, state, self.packing
+            )
         if spec.indexer is not None and type(spec) is CompressedSparse:
             self.indexer = CompressedIndexer(scope, spec, spec.indexer, site)
         self.norm = scope.plan.entry(RMSNORM)
@@ -79,7 +84,7 @@ class CompressedAttention(SumsInOutput):
         q = self._stored(self.q_b(latent).unflatten(-1, (self.num_heads, spec.head_dim)), x, batch)
         sources = [(self.window.k, self._in_window(batch, step)), *self._entries(x, latent, batch, step, cos_sin)]
         out = torch.empty_like(q)
-        self.attend(q, sources, out, scale=spec.head_dim**-0.5, sinks=self.sinks)
+        self.attend(q, sources, out, scale=spec.head_dim**-0.5, sinks=self.sinks, record=self.record)
         self.rotate(out, positions, cos_sin, inverse=True)
         low = out.new_empty((len(out), self.groups, spec.o_lora_rank))
         self.by_group(out.view(len(out), self.groups, spec.group_dim), self.o_a, low)
@@ -91,7 +96,12 @@ class CompressedAttention(SumsInOutput):
         positions, cos_sin = self.rotary.at(batch.positions)
         loc = batch.slots_of(self.window).out_cache_loc
         heads = q if self.spec.head_norm else q[:, :0]  # the op norms the heads that it rotates
-        self.store(heads, self.kv(x), positions, cos_sin, self.kv_norm, self.eps, self.window.k, loc)
+        into, at = self.window.k, loc
+        if self.packing is not None:
+            into, at = rows_to_pack(self.packing, len(x), x.device), token_numbers(batch)
+        self.store(heads, self.kv(x), positions, cos_sin, self.kv_norm, self.eps, into, at)
+        if self.packing is not None:
+            self.packing(into, self.window, loc)
         if not self.spec.head_norm and q.shape[1]:
             self.rotate(q, positions, cos_sin)
         return q
@@ -152,7 +162,10 @@ class CompressedIndexer:
         self.weights = scope.sub("index_weights").param("weight", (num_heads, site.model.hidden_size))
         cache = scope.cache(site.layer_id, "index")
         state = scope.cache(site.layer_id, "index_pending")
-        self.compressor = Compressor(scope.sub("index_compressor"), spec, dim, site.model.norm_eps, cache, state)
+        packing = packed_keys(scope.plan, dim)
+        self.compressor = Compressor(
+            scope.sub("index_compressor"), spec, dim, site.model.norm_eps, cache, state, packing
+        )
         self.linear = scope.plan.entry(LINEAR)
         self.rotate = scope.plan.entry(TAIL_ROTATION)
         self.prepare = scope.plan.entry(INDEX_QUERIES)
@@ -169,4 +182,4 @@ class CompressedIndexer:
         weights = self.linear(x, self.weights, None, torch.float32)
         q, weights = self.prepare(q, weights, self.scale, keys.k.dtype)
         rows = step.entries(batch, keys, self.spec.rate)
-        return self.select(q, weights, keys.k, None, rows, self.indexer.top_k)
+        return self.select(q, weights, keys.k, key_scales(keys), rows, self.indexer.top_k)

@@ -10,7 +10,8 @@ from sglang.srt.blocks.mla.spec import Indexer
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import MixerDefaults
-from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, latent_cache
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, Window
+from sglang.srt.plan.latent_record import LatentRecord, entry_cache, latent_record
 from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
 from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
@@ -42,6 +43,10 @@ class CompressedSparse(MixerDefaults):
     @property
     def value_dim(self) -> int:
         return self.head_dim
+
+    def record(self, kv_dtype: str) -> LatentRecord | None:
+        """Returns how latents and entries are stored in a cache of this dtype; None: as they are."""
+        return latent_record(kv_dtype, self.head_dim - self.rope_dim, self.rope_dim)
 
     @property
     def merges_tokens(self) -> bool:
@@ -88,28 +93,30 @@ class CompressedSparse(MixerDefaults):
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         dims, heads = (self.head_dim, self.head_dim), (self.num_heads // parallel.attn_tp_size, 1)
         uneven = uneven_sizes(self.head_dim, self.rope_dim)
-        yield parallel.need("shared_kv_norm_rope_store", dims, uneven, heads, self.rope_dim)
+        wide = parallel.unquantized
+        yield wide.need("shared_kv_norm_rope_store", dims, uneven, heads, self.rope_dim)
         if self.rate:
             index_dim = self.indexer.head_dim if self.indexer is not None else self.head_dim
-            yield parallel.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
+            yield wide.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
         if self.indexer is not None:
-            yield Need("index_queries", q_dtype=parallel.dtype)
-            index_dims = (self.indexer.head_dim, self.indexer.head_dim)
-            yield parallel.need("sparse_indexer", index_dims, heads=(self.indexer.num_heads, 1))
+            yield from self.indexer.pooled_needs(parallel)
         yield parallel.need("sparse_attention", dims, ["shared_kv", "sinks"], heads)
+        if self.record(parallel.kv_dtype) is not None:
+            yield parallel.need("latent_record_store", dims)
         yield Need("tail_rotation", q_dtype=parallel.dtype, traits=uneven_sizes(self.rope_dim))
         yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
-        dim, dtype = self.head_dim, parallel.kv_dtype
+        dim, dtype, record = self.head_dim, parallel.kv_dtype, self.record(parallel.kv_dtype)
         # Each row of a block sees `window` tokens before the block, one more than a row that is itself in its window.
-        window = latent_cache("kv", dim, dim, dtype, lifetime=Window(self.window + (self.block > 1)))
+        window = entry_cache("kv", dim, dtype, record, lifetime=Window(self.window + (self.block > 1)))
         if not self.rate:
             return (window,)
         rate = Fraction(1, self.rate)
-        caches = [window, latent_cache("compressed", dim, dim, dtype, rate), self._pending("pending", dim)]
+        caches = [window, entry_cache("compressed", dim, dtype, record, rate), self._pending("pending", dim)]
         if self.indexer is not None:
-            caches += (self.indexer.cache(parallel, rate), self._pending("index_pending", self.indexer.head_dim))
+            keys = self.indexer.cache(parallel.of_index_keys, rate)
+            caches += (keys, self._pending("index_pending", self.indexer.head_dim))
         return tuple(caches)
 
     def _pending(self, name: str, dim: int) -> CacheSpec:

@@ -35,6 +35,7 @@ from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
 
 if TYPE_CHECKING:
     from sglang.srt.blocks.mla.spec import MLA
+    from sglang.srt.plan.latent_record import LatentRecord
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 32 << 20
@@ -164,6 +165,7 @@ class FlashInferLatents:
         *,
         scale: float,
         cache_scale: float = 1.0,
+        record: LatentRecord | None = None,
     ) -> None:
         assert scale == self.scale, "one plan of a step serves all layers"
         first = len(q) - self.causal.end
@@ -176,7 +178,7 @@ class FlashInferLatents:
         self.causal.plan.run(q, k, v, out=out, lse=lse, return_lse=True)
         merged, part_lse = out.to(torch.float32, copy=True), torch.empty_like(lse)
         for part, chunk in zip(self.cached, chunks, strict=True):
-            k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale)
+            k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale, record)
             rows = slice(part.first, part.end)
             part.plan.run(q[rows], k, v, out=out[rows], lse=part_lse[rows], return_lse=True)
             _merge(merged[rows], lse[rows], out[rows], part_lse[rows])

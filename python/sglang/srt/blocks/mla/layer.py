@@ -32,13 +32,19 @@ from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_val
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site
+from sglang.srt.layers.native_latent_records import LATENT_RECORD_STORE
 from sglang.srt.layers.ops import RMSNORM
+from sglang.srt.layers.packed_entries import token_numbers
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.plan.kv_spec import has_tensor_scales
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.layers.attention.metadata import SiteMetadata
     from sglang.srt.layers.attention.sparse_rows import SparseRows
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.plan.plan import Plan
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the query and KV latents in the published code, independent of `rms_norm_eps`."""
@@ -52,8 +58,9 @@ class LatentAttention(LatentHeads):
         super().__init__(scope, spec, site)
         self.layer_id = site.layer_id
         self.cache = scope.cache(site.layer_id, "latent")
-        self.packed = spec.packed(scope.plan.kv_cache_dtype)
-        scaled = scope.plan.kv_cache_dtype.startswith("fp8") and not self.packed
+        kv_dtype = scope.plan.kv_cache_dtype
+        self.record = spec.record(kv_dtype)
+        scaled = has_tensor_scales(kv_dtype) and not spec.sparse
         self.scale = cache_scale(scope, "k_scale") if scaled else None
         scope.finish.append(self._take_cache_scale)
         self.attention = Attention(
@@ -70,12 +77,19 @@ class LatentAttention(LatentHeads):
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
         self.norm = scope.plan.entry(RMSNORM)
         self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
-        self.pack = scope.plan.entry(LATENT_PACK_STORE) if self.packed else None
+        self.pack = self._packing(scope.plan) if spec.packed(kv_dtype) else None
         self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION)
 
+    def _packing(self, plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """Returns what stores entries [T, D] packed."""
+        if self.record is None:
+            return plan.entry(LATENT_PACK_STORE)
+        store, record = plan.entry(LATENT_RECORD_STORE), self.record
+        return lambda entries, cache, slots: store(entries, cache, slots, record, self.cache.k_scale)
+
     def _take_cache_scale(self) -> None:
-        """Reads the scale of latents in an fp8 cache, 1 if the checkpoint has none. Raises UserError for an invalid
-        scale."""
+        """Reads the scale of latents in a cache of 8 or 4 bits, 1 if the checkpoint has none. Raises UserError for an
+        invalid scale."""
         self.cache.k_scale = self.cache.v_scale = cache_scale_value(self.scale)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -96,7 +110,7 @@ class LatentAttention(LatentHeads):
         absorbed = q.new_empty((num_absorbed, self.num_heads, spec.latent_dim))
         into, at = cache.k, batch.slots_of(cache).out_cache_loc
         if self.pack is not None:
-            into, at = q.new_empty((len(x), 1, spec.latent_dim)), _token_numbers(batch)
+            into, at = q.new_empty((len(x), 1, spec.latent_dim)), token_numbers(batch)
         entries = self.store(
             q,
             latent,
@@ -107,7 +121,7 @@ class LatentAttention(LatentHeads):
             LATENT_NORM_EPS,
             into,
             at,
-            cache.k_scale,
+            1.0 if self.pack is not None else cache.k_scale,
             self.is_neox_style,
         )
         if self.pack is not None:
@@ -174,12 +188,5 @@ class LatentAttention(LatentHeads):
             metadata.latent_chunks,
             scale=self.spec.softmax_scale,
             cache_scale=self.cache.k_scale,
+            record=self.record,
         )
-
-
-def _token_numbers(batch: ForwardBatch) -> torch.Tensor:
-    """Returns [T] int64: 0, 1, 2, ..., created once per step."""
-    name = "token_numbers"
-    if name not in batch.step_cache:
-        batch.step_cache[name] = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
-    return batch.step_cache[name]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.plan.latent_record import LatentRecord
     from sglang.srt.plan.plan import Plan
 
 
@@ -34,9 +35,21 @@ class TritonLatentPrompt:
         *,
         scale: float,
         cache_scale: float = 1.0,
+        record: LatentRecord | None = None,
     ) -> None:
         self._ladder.run(
             lambda tile: latent_prompt_attention(
-                q, entries, w_uk, w_uv, out, start_loc, cache, chunks, scale=scale, cache_scale=cache_scale, tile=tile
+                q,
+                entries,
+                w_uk,
+                w_uv,
+                out,
+                start_loc,
+                cache,
+                chunks,
+                scale=scale,
+                cache_scale=cache_scale,
+                record=record,
+                tile=tile,
             )
         )

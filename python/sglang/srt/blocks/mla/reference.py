@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.kernels.op import Op
+from sglang.srt.layers.native_latent_records import unpack_records
 from sglang.srt.layers.native_ops import apply_rope, load_cache, rmsnorm, store_cache
 from sglang.srt.layers.native_sparse_ops import pack_latents
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.plan.latent_record import LatentRecord
 
 
 def latent_norm_rope_store(
@@ -69,18 +71,23 @@ def expanded_latent_attention(
     *,
     scale: float,
     cache_scale: float = 1.0,
+    record: LatentRecord | None = None,
 ) -> None:
     """Fills the rows of out [T, H, v] from start_loc[0] on with causal attention of q [T, H, nope + rot] over keys and
     values expanded from the cached prefixes' latents and the new tokens' entries [T, rank + rot].
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
-    * cache_scale; chunks: of the prefixes. Waits for the device.
+    * cache_scale, or of records; chunks: of the prefixes. Waits for the device.
     """
     rank = w_uk.shape[2]
     bounds = start_loc.tolist()
     prefixes: list[list[torch.Tensor]] = [[] for _ in bounds[:-1]]
     for chunk in chunks:
-        cached = load_cache(*chunk.of(cache), cache_scale)[:, 0].to(q.dtype)
+        if record is None:
+            cached = load_cache(*chunk.of(cache), cache_scale)[:, 0].to(q.dtype)
+        else:
+            stored, slots = chunk.of(cache)
+            cached = unpack_records(stored[slots, 0], record, cache_scale).to(q.dtype)
         for parts, rows in zip(prefixes, cached.tensor_split(chunk.key_start[1:-1].long().cpu()), strict=True):
             parts.append(rows)
     for parts, first, end in zip(prefixes, bounds, bounds[1:], strict=False):

@@ -21,7 +21,8 @@ from sglang.srt.plan.cache_spec import (
     latent_cache,
     packed_latent_cache,
 )
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, refuse_fp4
+from sglang.srt.plan.kv_spec import FP4_KV, KV_DTYPE_BYTES
+from sglang.srt.plan.latent_record import LatentRecord, entry_cache
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite, ParallelConfig, needs_of_parts
 from sglang.srt.plan.ranks import HeadShares
 from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
@@ -45,6 +46,18 @@ class Indexer:
         yield parallel.need("index_key_store", dims)
         yield parallel.need("index_queries", dims, heads=heads)
         yield parallel.need("sparse_indexer", dims, heads=heads)
+
+    def pooled_needs(self, parallel: ParallelConfig, weighted: bool = True) -> Iterator[Need]:
+        """Yields the needs of keys that stand for several tokens, and of queries: in 16 bits the kernel that makes such
+        keys stores them itself, and queries without weights of heads (`weighted`) stay as they are."""
+        keys, heads = parallel.of_index_keys, (self.num_heads, 1)
+        dims = (self.head_dim, self.head_dim)
+        if KV_DTYPE_BYTES[keys.kv_dtype] == 1:
+            yield keys.need("index_key_store", dims)
+            yield keys.need("index_queries", dims, heads=heads)
+        elif weighted:
+            yield Need("index_queries", q_dtype=parallel.dtype)
+        yield keys.need("sparse_indexer", dims, heads=heads)
 
     def cache(self, parallel: ParallelConfig, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
         """Returns the cache of the indexer's keys, which every rank holds whole; 8-bit keys have an fp32 scale each."""
@@ -164,8 +177,12 @@ class MLA(MixerDefaults):
 
     def packed(self, kv_dtype: str) -> bool:
         """Returns whether cache entries are packed bytes of several dtypes, as those of sparse layers in an FP8 cache
-        are."""
-        return self.sparse and kv_dtype.startswith("fp8")
+        are, and all in four bits."""
+        return kv_dtype == FP4_KV or (self.sparse and kv_dtype.startswith("fp8"))
+
+    def record(self, kv_dtype: str) -> LatentRecord | None:
+        """Returns how latents are stored in four bits; None: in another way."""
+        return LatentRecord(self.kv_lora_rank, self.rope_dim, 4) if kv_dtype == FP4_KV else None
 
     @property
     def latent_dim(self) -> int:
@@ -174,7 +191,9 @@ class MLA(MixerDefaults):
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(parallel.attn_tp_size).padded_heads, 1)
-        yield parallel.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
+        record = self.record(parallel.kv_dtype)
+        stored = parallel if record is None else parallel.unquantized
+        yield stored.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
             yield Need("index_norm_rope", q_dtype=parallel.dtype, heads=(self.indexer.num_heads, 1))
             yield from self.indexer.needs(self._with_index_dtype(parallel))
@@ -192,14 +211,18 @@ class MLA(MixerDefaults):
         dense = replace(parallel, kv_dtype=parallel.dtype) if self.packed(parallel.kv_dtype) else parallel
         yield dense.need("extend_attention", latent, traits)
         yield dense.need("decode_attention", latent, traits, heads)
-        if self.sparse:
+        if self.sparse or record is not None:
             yield parallel.need("sparse_attention", latent, ["mla"], heads)
-        if self.packed(parallel.kv_dtype):
+        if record is not None:
+            yield parallel.need("latent_record_store", latent)
+        elif self.packed(parallel.kv_dtype):
             yield parallel.need("latent_pack_store", latent, ["mla"])
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
-        refuse_fp4(parallel.kv_dtype, "latents (MLA) are keys and values of all heads, and have a byte an element")
-        if self.packed(parallel.kv_dtype):
+        record = self.record(parallel.kv_dtype)
+        if record is not None:
+            latent = entry_cache("latent", self.latent_dim, parallel.kv_dtype, record)
+        elif self.packed(parallel.kv_dtype):
             latent = packed_latent_cache("latent")
         else:
             latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, parallel.kv_dtype)

@@ -22,6 +22,7 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.ops import INDEX_NORM_ROPE, INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
+from sglang.srt.layers.packed_entries import key_scales, packed_keys, packed_records, rows_to_pack, token_numbers
 from sglang.srt.layers.parameter import Init, Scope
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class PooledLatentAttention(LatentHeads):
         super().__init__(scope, spec.heads, site)
         self.eps = site.model.norm_eps
         self.cache = scope.cache(site.layer_id, "latent")
+        self.packing = packed_records(scope.plan, spec.record(scope.plan.kv_cache_dtype))
+        self.record = None if self.packing is None else self.packing.record
         self.indexer = RunIndexer(scope, spec, site)
         self.rotary = site.rotary.of(spec.rope)
         self.norm = scope.plan.entry(RMSNORM)
@@ -55,7 +58,7 @@ class PooledLatentAttention(LatentHeads):
         absorbed = q.new_empty((len(x), self.num_heads, rank))
         self._absorb(q, absorbed)
         attended = torch.empty_like(absorbed)
-        self.attend(absorbed, sources, attended, scale=spec.softmax_scale)
+        self.attend(absorbed, sources, attended, scale=spec.softmax_scale, record=self.record)
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
         self._values(attended, out)
         return self.out(out.flatten(1))
@@ -64,7 +67,12 @@ class PooledLatentAttention(LatentHeads):
         """Normalizes and stores the latents [T, rank] of the new tokens."""
         no_heads = latent.new_empty((len(latent), 0, latent.shape[1]))
         loc = batch.slots_of(self.cache).out_cache_loc
-        self.store(no_heads, latent, *rotation, self.kv_norm, self.eps, self.cache.k, loc)
+        into, at = self.cache.k, loc
+        if self.packing is not None:
+            into, at = rows_to_pack(self.packing, len(latent), latent.device), token_numbers(batch)
+        self.store(no_heads, latent, *rotation, self.kv_norm, self.eps, into, at)
+        if self.packing is not None:
+            self.packing(into, self.cache, loc)
 
 
 class RunIndexer:
@@ -86,7 +94,8 @@ class RunIndexer:
         self.norm_weight = norm.param("weight", (dim,), init=Init.ONES, dtype=torch.float32)
         self.norm_bias = norm.param("bias", (dim,), init=Init.ZEROS, dtype=torch.float32)
         self.cache = scope.cache(site.layer_id, "index")
-        self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "index_pending"))
+        pending = scope.cache(site.layer_id, "index_pending")
+        self.store = EntryStore(scope.plan, self.cache, pending, packed_keys(scope.plan, dim))
         self.scale = (dim * num_heads) ** -0.5
         self.places = torch.arange(spec.block, dtype=torch.int32, device=scope.device)
         self.linear = scope.plan.entry(LINEAR)
@@ -105,7 +114,8 @@ class RunIndexer:
         q = self.q(q_latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         head_weights = self.linear(x, self.weights, None, torch.float32)
         q, folded = self.prepare(q, head_weights, self.scale, keys.k.dtype)
-        chosen = self.select(q, folded, keys.k, None, step.entries(batch, keys, self.block), self.spec.top_k)
+        entries = step.entries(batch, keys, self.block)
+        chosen = self.select(q, folded, keys.k, key_scales(keys), entries, self.spec.top_k)
         tokens, tail = self._tokens(chosen), self._tail(batch, step)
         if shared is not None:
             begins = (batch.positions + 1) // self.block * self.block

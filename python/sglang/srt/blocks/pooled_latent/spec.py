@@ -10,8 +10,8 @@ from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.blocks.pooled_selection.spec import PooledSelection
 from sglang.srt.configs.rope import RopeSpec, unrotated
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.cache_spec import CacheSpec, latent_cache
-from sglang.srt.plan.kv_spec import refuse_fp4
+from sglang.srt.plan.cache_spec import CacheSpec
+from sglang.srt.plan.latent_record import LatentRecord, entry_cache, latent_record
 from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
 from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
@@ -38,24 +38,30 @@ class PooledLatent(PooledSelection[MLA]):
         """Returns True: a run that draft tokens complete has no key before they are accepted."""
         return True
 
+    def record(self, kv_dtype: str) -> LatentRecord | None:
+        """Returns how latents are stored in a cache of this dtype; None: as they are."""
+        return latent_record(kv_dtype, self.heads.kv_lora_rank, 0)
+
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         index, rank, rotary = self.indexer, self.heads.kv_lora_rank, self.rope.rot_dim
         dims, heads = (rank, rank), (self.shares(parallel.attn_tp_size).padded_heads, 1)
-        yield parallel.need("shared_kv_norm_rope_store", dims, uneven_sizes(rank, rotary), heads, rotary)
+        wide = parallel.unquantized
+        yield wide.need("shared_kv_norm_rope_store", dims, uneven_sizes(rank, rotary), heads, rotary)
         yield Need("index_norm_rope", q_dtype=parallel.dtype, heads=(index.num_heads, 1))
         index_dims = (index.head_dim, index.head_dim)
-        yield parallel.need("kv_compressor", index_dims, uneven_sizes(self.block, index.head_dim))
-        yield Need("index_queries", q_dtype=parallel.dtype)
-        yield parallel.need("sparse_indexer", index_dims, heads=(index.num_heads, 1))
+        yield wide.need("kv_compressor", index_dims, uneven_sizes(self.block, index.head_dim))
+        yield from index.pooled_needs(parallel)
         yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
         yield parallel.need("sparse_attention", dims, ["shared_kv"], heads)
+        if self.record(parallel.kv_dtype) is not None:
+            yield parallel.need("latent_record_store", dims)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the caches of latents, of one key for each run, and of the keys and gates of a request's last
         tokens."""
-        refuse_fp4(parallel.kv_dtype, "latents (MLA) are keys and values of all heads, and have 16 bits an element")
-        rank = self.heads.kv_lora_rank
-        return (latent_cache("latent", rank, rank, parallel.kv_dtype), *self.index_caches(parallel))
+        record = self.record(parallel.kv_dtype)
+        latent = entry_cache("latent", self.heads.kv_lora_rank, parallel.kv_dtype, record)
+        return (latent, *self.index_caches(parallel))
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         dim, index_heads = self.indexer.head_dim, self.indexer.num_heads

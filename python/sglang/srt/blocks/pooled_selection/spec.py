@@ -62,4 +62,4 @@ class PooledSelection(MixerDefaults, Generic[Heads]):
         next run's key will be made."""
         rows = CacheTensor("rows", (self.block, 2, self.indexer.head_dim), "float32")
         pending = CacheSpec("index_pending", (rows,), lifetime=PER_REQUEST)
-        return self.indexer.cache(parallel, Fraction(1, self.block)), pending
+        return self.indexer.cache(parallel.of_index_keys, Fraction(1, self.block)), pending

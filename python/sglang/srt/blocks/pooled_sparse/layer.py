@@ -23,7 +23,8 @@ from sglang.srt.blocks.pooled_sparse.reference import SELECTED_BLOCK_ATTENTION
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import compressed_step
-from sglang.srt.layers.ops import LINEAR, RMSNORM, SPARSE_INDEXER
+from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_INDEXER
+from sglang.srt.layers.packed_entries import key_scales, packed_keys
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.plan.ranks import whole
@@ -47,7 +48,8 @@ class PooledSparseAttention(GQAttention):
         q, _, _, gates = self._stored(x, batch)
         selection = self.pooled_indexer(values_of(x), batch)
         out = torch.empty_like(q)
-        self.attend(q, self.cache.k, self.cache.v, selection, out, scale=self.scale)
+        cache = self.cache
+        self.attend(q, cache.k, cache.v, selection, out, scale=self.scale, k_scale=cache.k_scale, v_scale=cache.v_scale)
         out = out.flatten(1)
         return self.out(out if self.output_gate is None else self.output_gate(out, gates))
 
@@ -76,11 +78,13 @@ class PooledIndexer:
         )
         self.q_norm, self.k_norm = (self._norm(scope.sub(name)) for name in ("index_q_norm", "index_k_norm"))
         self.cache = scope.cache(site.layer_id, "index")
-        self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "index_pending"))
+        packing, pending = packed_keys(scope.plan, self.dim), scope.cache(site.layer_id, "index_pending")
+        self.store = EntryStore(scope.plan, self.cache, pending, packing)
         self.rotary = site.rotary.of(spec.rope)
         self.linear = scope.plan.entry(LINEAR)
         self.norm = scope.plan.entry(RMSNORM)
         self.rotate = scope.plan.entry(TAIL_ROTATION)
+        self.prepare = scope.plan.entry(INDEX_QUERIES) if packing is not None else None
         self.select = scope.plan.entry(SPARSE_INDEXER)
         scope.finish.append(self._order_rows)
 
@@ -104,9 +108,11 @@ class PooledIndexer:
         q = self.norm(products[:, : self.num_heads * self.dim].unflatten(1, (-1, self.dim)), self.q_norm, self.eps)
         self.rotate(q, positions, cos_sin)
         scores = torch.full((len(q), self.num_heads), self.dim**-0.5, dtype=torch.float32, device=q.device)
+        if self.prepare is not None:
+            q, scores = self.prepare(q, scores, 1.0, keys.k.dtype)
         run = 1 if batch.extend is None else max(batch.extend.new_lens_cpu)
         rows = replace(step.entries(batch, keys, self.block), run=run)
-        chosen = self.select(q, scores, keys.k, None, rows, self.spec.top_k)
+        chosen = self.select(q, scores, keys.k, key_scales(keys), rows, self.spec.top_k)
         tails, tail_counts = step.tails(batch, keys, self.block)
         return BlockSelection(chosen.slots, chosen.counts, tails, tail_counts, self.block)
 

@@ -33,9 +33,20 @@ class TritonSelectedBlocks:
         out: torch.Tensor,
         *,
         scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         fallbacks_of(OP, config_for(self._tile_configs, len(q)), selected_blocks.__name__).run(
             lambda tiles: selected_blocks.selected_block_attention_fwd(
-                q, k_cache, v_cache, selection, out, scale=scale, tile=tiles[0], num_sms=self._num_sms
+                q,
+                k_cache,
+                v_cache,
+                selection,
+                out,
+                scale=scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                tile=tiles[0],
+                num_sms=self._num_sms,
             )
         )

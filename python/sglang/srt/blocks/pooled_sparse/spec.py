@@ -11,6 +11,7 @@ from sglang.srt.blocks.pooled_selection.spec import PooledSelection
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.cache_spec import CacheSpec
+from sglang.srt.plan.kv_spec import refuse_fp4
 from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
 from sglang.srt.plan.weight_spec import Elements, Weights
 
@@ -40,11 +41,11 @@ class PooledSparse(PooledSelection[GQA]):
         del of_heads["extend_attention"]
         yield from of_heads.values()
         index, rotary = self.indexer, self.heads.rotary_dim
-        index_dims, index_heads = (index.head_dim, index.head_dim), (index.num_heads, 1)
+        index_dims = (index.head_dim, index.head_dim)
         uneven = uneven_sizes(self.block, index.head_dim, rotary)
-        yield parallel.need("kv_compressor", index_dims, uneven)
+        yield parallel.unquantized.need("kv_compressor", index_dims, uneven)
         yield Need("tail_rotation", q_dtype=parallel.dtype, traits=uneven_sizes(rotary))
-        yield parallel.need("sparse_indexer", index_dims, heads=index_heads)
+        yield from index.pooled_needs(parallel, weighted=False)
         shares = self.shares(parallel.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
         yield replace(dense, op="selected_block_attention", heads=heads, traits=uneven_sizes(self.block))
@@ -52,7 +53,12 @@ class PooledSparse(PooledSelection[GQA]):
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the caches of keys and values, of one key for each block, and of the keys of a request's last
         tokens."""
+        refuse_fp4(parallel.kv_dtype, "keys and values of blocks that pooled keys select have a byte an element")
         return (*self.heads.caches(parallel), *self.index_caches(parallel))
+
+    @property
+    def cache_scale_bytes(self) -> int:
+        return self.heads.cache_scale_bytes
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         dim = self.indexer.head_dim

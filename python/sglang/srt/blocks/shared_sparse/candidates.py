@@ -35,12 +35,19 @@ def best_of_runs(logits: torch.Tensor, counts: torch.Tensor, block: int) -> torc
 
 
 def candidate_blocks(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, top: int
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows: EntryRows,
+    block: int,
+    top: int,
 ) -> Selection:
     """Returns for each token the `top` runs of `block` entries with the best entry by `index_logits`, in ascending
     order, the token's own among them: slots [T, top] of runs; a run's slot times `block` is that of its first entry.
-    Tokens that see no more runs get all. q [T, H, D], weights [T, H] from `index_queries`, keys [S, 1, D]."""
-    logits, runs = index_logits(q, weights, keys, None, rows), runs_of(rows, block)
+    Tokens that see no more runs get all. q [T, H, D], weights [T, H] from `index_queries`, keys [S, 1, D], and the
+    scales [S, 1] of quantized keys."""
+    logits, runs = index_logits(q, weights, keys, scales, rows), runs_of(rows, block)
     padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % block), value=float("-inf"))
     chosen = top_entries(best_of_runs(padded, rows.counts, block), runs.counts, top)
     return Selection(runs.slots_of(chosen), runs.counts.clamp(max=top))
@@ -54,6 +61,7 @@ def choose_within(
     q: torch.Tensor,
     weights: torch.Tensor,
     keys: torch.Tensor,
+    scales: torch.Tensor | None,
     rows: EntryRows,
     runs: Selection,
     block: int,
@@ -70,7 +78,7 @@ def choose_within(
         table = (runs.slots[part, :, None] * block + places).flatten(1).clamp_(min=0)
         each = torch.arange(len(table), device=q.device)
         some = EntryRows(table, each, counts[part], table.shape[1])
-        parts.append(select(q[part], weights[part], keys, None, some, top_k))
+        parts.append(select(q[part], weights[part], keys, scales, some, top_k))
     if len(parts) == 1:
         return parts[0]
     return Selection(torch.cat([part.slots for part in parts]), torch.cat([part.counts for part in parts]))

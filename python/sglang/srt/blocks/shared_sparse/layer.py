@@ -24,11 +24,13 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import CompressedStep
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_INDEXER
+from sglang.srt.layers.packed_entries import PackedRecords, Packing, key_scales, packed_keys, rows_to_pack
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.mem_cache.memory_pool import CacheStore
 
 
 class SharedSparseAttention(CompressedAttention):
@@ -38,7 +40,7 @@ class SharedSparseAttention(CompressedAttention):
         super().__init__(scope, spec, site)
         self.shared = spec
         self.cache = scope.cache(spec.source, "compressed")
-        self.maker = EntryMaker(scope, spec, site) if spec.makes else None
+        self.maker = EntryMaker(scope, spec, site, self.packing) if spec.makes else None
         self.chooser = None if spec.indexer is None else EntryChooser(scope, spec, spec.indexer, site)
 
     def _entries(
@@ -54,9 +56,10 @@ class SharedSparseAttention(CompressedAttention):
 class EntryMaker:
     """Stores, from hidden states [T, H], the entries of runs that the tokens complete, and their index keys."""
 
-    def __init__(self, scope: Scope, spec: SharedSparse, site: Site) -> None:
+    def __init__(self, scope: Scope, spec: SharedSparse, site: Site, packing: PackedRecords | None) -> None:
         assert spec.indexer is not None
-        self.spec, self.eps = spec, site.model.norm_eps
+        self.spec, self.eps, self.packing = spec, site.model.norm_eps, packing
+        self.key_packing = packed_keys(scope.plan, spec.indexer.head_dim)
         dim, index_dim = spec.head_dim, spec.indexer.head_dim
         into = scope.sub("compressor")
         matrix = into.matrix()
@@ -71,7 +74,7 @@ class EntryMaker:
         self.cache, self.keys = (scope.cache(site.layer_id, name) for name in ("compressed", "index"))
         self.store: EntryStore | None = None
         if spec.rate > 1:
-            self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "pending"))
+            self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "pending"), packing)
         # Gates have no bias; with one entry per token there are neither gates nor unfinished runs.
         self.bias, self.no_bias, self.no_state = (
             torch.zeros(shape, dtype=torch.float32, device=scope.device)
@@ -88,17 +91,19 @@ class EntryMaker:
         loc = batch.slots_of(self.cache).out_cache_loc
         if self.store is None:
             latents = rows.to(x.dtype)
-            self._store_each(rows, norm, self.cache.k, requests.positions, loc)
+            self._store_each(rows, norm, self.cache, self.packing, requests.positions, loc)
         else:
             rows = rows.unflatten(1, (2, -1))
             latents = self._pooled(rows, self.store.state["rows"], x, step)
             self.store(rows, self.bias, norm, batch, step)
-            # A key has its entry's slot; those of tokens that complete no run go to the padding slot.
-            loc = torch.where((requests.positions + 1) % rate == 0, loc // rate, 0)
+            # A key has its entry's slot; those of tokens that complete no run go to the padding slot, or nowhere.
+            nowhere = 0 if self.key_packing is None else -1
+            loc = torch.where((requests.positions + 1) % rate == 0, loc // rate, nowhere)
         latents = self.norm(latents, self.norm_weight, self.eps)
         keys = self.linear(latents, self.key_weight, None, torch.float32)
         first = (requests.positions + 1 - rate).clamp(min=0)
-        self._store_each(keys, EntryNorm(self.key_norm, self.eps, cos_sin), self.keys.k, first, loc)
+        norm = EntryNorm(self.key_norm, self.eps, cos_sin)
+        self._store_each(keys, norm, self.keys, self.key_packing, first, loc)
 
     def _pooled(self, rows: torch.Tensor, state: torch.Tensor, x: torch.Tensor, step: CompressedStep) -> torch.Tensor:
         """Returns the entry [T, D], before its norm, of the run that each token completes; zeros for other tokens. Must
@@ -113,16 +118,27 @@ class EntryMaker:
         return pooled[:, 0]
 
     def _store_each(
-        self, rows: torch.Tensor, norm: EntryNorm, cache: torch.Tensor, positions: torch.Tensor, loc: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        norm: EntryNorm,
+        cache: CacheStore,
+        packing: Packing | None,
+        positions: torch.Tensor,
+        loc: torch.Tensor,
     ) -> None:
         """Stores rows [T, D] fp32, normalized and rotated by positions [T], at the slots loc [T]."""
         dim, none = rows.shape[1], torch.zeros_like(positions)
         values = torch.zeros((len(rows), 2, dim), dtype=torch.float32, device=rows.device)
         values[:, 0] = rows
+        into, at = cache.k, loc
+        if packing is not None:
+            into, at = rows_to_pack(packing, len(rows), rows.device), torch.arange(len(rows), device=rows.device)
         self.kernels.compress(
             values, self.no_bias[:, :dim], self.no_state[..., :dim], none, positions, positions, norm.weight, norm.eps,
-            norm.cos_sin, cache, loc,
+            norm.cos_sin, into, at,
         )  # fmt: skip
+        if packing is not None:
+            packing(into, cache, loc)
 
 
 class EntryChooser:
@@ -143,17 +159,17 @@ class EntryChooser:
     def __call__(
         self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor
     ) -> Selection:
-        spec, keys, top_k = self.spec, self.keys, self.indexer.top_k
+        spec, keys, top_k, scales = self.spec, self.keys, self.indexer.top_k, key_scales(self.keys)
         q = self.queries(latent).unflatten(-1, (self.indexer.num_heads, self.indexer.head_dim))
         self.rotate(q, batch.positions, cos_sin)
         weights = self.linear(x, self.weights, None, torch.float32)
         q, weights = self.prepare(q, weights, self.scale, keys.k.dtype)
         rows, bounds = step.entries(batch, keys, spec.rate), spec.candidates
         if bounds is None or rows.max_count <= bounds.entries:  # no run would be left out
-            return self.select(q, weights, keys.k, None, rows, top_k)
+            return self.select(q, weights, keys.k, scales, rows, top_k)
         if spec.layer != spec.bounded_by:
             blocks = step.candidates[spec.bounded_by]
-            return choose_within(self.select, q, weights, keys.k, rows, blocks, bounds.block, top_k)
+            return choose_within(self.select, q, weights, keys.k, scales, rows, blocks, bounds.block, top_k)
         assert self.choose_blocks is not None
-        step.candidates[spec.layer] = self.choose_blocks(q, weights, keys.k, rows, bounds.block, bounds.top)
-        return self.select(q, weights, keys.k, None, rows, top_k)
+        step.candidates[spec.layer] = self.choose_blocks(q, weights, keys.k, scales, rows, bounds.block, bounds.top)
+        return self.select(q, weights, keys.k, scales, rows, top_k)

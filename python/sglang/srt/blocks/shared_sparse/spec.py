@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, latent_cache
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor
+from sglang.srt.plan.latent_record import entry_cache
 from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
 from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
@@ -80,13 +81,13 @@ class SharedSparse(CompressedSparse):
         dims = (self.head_dim, self.head_dim)
         if self.makes:
             index_dim = self.indexer.head_dim if self.indexer is not None else self.head_dim
-            yield parallel.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
+            uneven = uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim)
+            yield parallel.unquantized.need("kv_compressor", dims, uneven)
         if self.indexer is not None:
             index_dims, heads = (self.indexer.head_dim, self.indexer.head_dim), (self.indexer.num_heads, 1)
-            yield Need("index_queries", q_dtype=parallel.dtype)
-            yield parallel.need("sparse_indexer", index_dims, heads=heads)
+            yield from self.indexer.pooled_needs(parallel)
             if self.candidates is not None:
-                yield parallel.need("candidate_blocks", index_dims, heads=heads)
+                yield parallel.of_index_keys.need("candidate_blocks", index_dims, heads=heads)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         caches = CompressedSparse.caches(replace(self, rate=0, indexer=None), parallel)
@@ -94,8 +95,8 @@ class SharedSparse(CompressedSparse):
             return caches
         rate, dim, dtype = Fraction(1, self.rate), self.head_dim, parallel.kv_dtype
         neighbours = self.rate * self.run
-        entries = latent_cache("compressed", dim, dim, dtype, rate)
-        keys = self.indexer.cache(parallel, rate)
+        entries = entry_cache("compressed", dim, dtype, self.record(dtype), rate)
+        keys = self.indexer.cache(parallel.of_index_keys, rate)
         caches += (replace(entries, neighbours=neighbours), replace(keys, neighbours=neighbours))
         if self.rate > 1:
             rows = CacheTensor("rows", (self.rate, 2, dim), "float32")

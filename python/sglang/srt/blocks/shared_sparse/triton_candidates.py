@@ -25,7 +25,14 @@ class TritonCandidateBlocks:
         self._num_sms = plan.arch.num_sms
 
     def __call__(
-        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, top: int
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        scales: torch.Tensor | None,
+        rows: EntryRows,
+        block: int,
+        top: int,
     ) -> Selection:
         num_rows, runs = len(rows), runs_of(rows, block)
         slots = torch.empty((num_rows, top), dtype=torch.int32, device=q.device)
@@ -37,16 +44,22 @@ class TritonCandidateBlocks:
         for first in range(0, num_rows, at_once):
             part = slice(first, min(first + at_once, num_rows))
             some, count = rows.part(part), part.stop - part.start
-            self._score(q[part], weights[part], keys, some, logits)
+            self._score(q[part], weights[part], keys, scales, some, logits)
             best[:count, : columns // block] = best_of_runs(logits[:count], some.counts, block)
             select_entries(best, runs.part(part), top, slots[part], chosen[part])
         return Selection(slots, chosen)
 
     def _score(
-        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, logits: torch.Tensor
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        scales: torch.Tensor | None,
+        rows: EntryRows,
+        logits: torch.Tensor,
     ) -> None:
         self._ladder.run(
-            lambda tile: index_logits(q, weights, keys, None, rows, 0, logits, tile=tile, num_sms=self._num_sms)
+            lambda tile: index_logits(q, weights, keys, scales, rows, 0, logits, tile=tile, num_sms=self._num_sms)
         )
 
 

@@ -9,6 +9,8 @@ from sglang.srt.entrypoints.http_errors import ApiError
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.serving import OpenAIService
 
+LATEST = "latest"
+"""What Ollama's clients add to names: the model itself."""
 AdapterNames = str | list[str | None] | None
 
 
@@ -17,7 +19,10 @@ def adapters_of(service: OpenAIService, model: str | None, lora_path: AdapterNam
     and without any, `lora_path`. Raises ApiError 404 for other names on servers that take adapters: the answers would
     be those of the model alone."""
     adapters = service.manager.adapters
-    if adapters is None or not model or model == service.model_name or model in service.aliases:
+    names = (service.model_name, *service.aliases)
+    if adapters is None or not model or model in names:
+        return lora_path
+    if model.removesuffix(f":{LATEST}") in names and adapters.find(LATEST) is None:
         return lora_path
     ours = f"{service.model_name}:"
     behind = model.removeprefix(ours) if model.startswith(ours) else model.partition(":")[2]

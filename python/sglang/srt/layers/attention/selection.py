@@ -61,6 +61,11 @@ class EntryRows:
         number = torch.arange(self.max_count, dtype=torch.int32, device=slots.device)
         return Selection(slots.masked_fill_(number >= self.counts[:, None], -1), self.counts)
 
+    def in_table(self) -> Selection:
+        """Selects every entry that a token sees, as `all` does, without copies of the slots: of entries of one token
+        each."""
+        return Selection(self.req_to_token[:, : self.max_count], self.counts, self.req_pool_indices)
+
     def last(self, window: int) -> Selection:
         """Selects the last `window` entries that a token sees."""
         return self.since((self.counts - window).clamp(min=0), min(window, self.max_count))
@@ -79,6 +84,12 @@ class Selection:
 
     slots: torch.Tensor  # [T, K] int32; -1: none
     counts: torch.Tensor  # [T] int32, at most K; slots from there on are not read
+    rows: torch.Tensor | None = None
+    """[T] int64, of tokens whose slots are rows of a table: those of token t are slots[rows[t]]."""
+
+    def of(self, tokens: slice) -> torch.Tensor:
+        """Returns the slots [t, K] of some tokens."""
+        return self.slots[tokens] if self.rows is None else self.slots[self.rows[tokens]]
 
     def select_rank(self, rank: int, size: int) -> Selection:
         """Returns the selected entries that DCP rank `rank` of `size` holds, as slots of its own cache; others become

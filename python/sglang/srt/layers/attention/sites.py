@@ -260,11 +260,12 @@ def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -
 
 
 def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
-    """Returns the sites whose layers attend to an indexer's selection."""
+    """Returns the sites whose layers attend to an indexer's selection, or to packed latents."""
     sites: dict[AttentionSite, SparseSite] = {}
     for mixer in dict.fromkeys(layer.mixer for layer in layers):
         site = mixer.attention_site(plan.ranks.attn_tp_size, plan.ranks.dcp_size)
-        if site is None or not site.top_k:
+        packed = mixer.latents is not None and mixer.latents.packed(plan.kv_cache_dtype)
+        if site is None or not (site.top_k or packed):
             continue
         if mixer.latents is not None:
             sites.setdefault(site, LatentSite(mixer.latents, plan))

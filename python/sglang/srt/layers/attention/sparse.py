@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops import sparse_attention
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+from sglang.srt.plan.latent_record import LatentRecord
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
@@ -98,9 +99,20 @@ class TritonSparseAttention:
         scale: float,
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        record: LatentRecord | None = None,
+        record_scale: float = 1.0,
     ) -> None:
         fallbacks_of("sparse_attention", config_for(self._tile_configs, len(q)), sparse_attention.__name__).run(
             lambda tiles: sparse_attention.sparse_attention_fwd(
-                q, sources, out, scale=scale, tile=tiles[0], num_sms=self._num_sms, sinks=sinks, lse=lse
+                q,
+                sources,
+                out,
+                scale=scale,
+                tile=tiles[0],
+                num_sms=self._num_sms,
+                sinks=sinks,
+                lse=lse,
+                record=record,
+                record_scale=record_scale,
             )
         )

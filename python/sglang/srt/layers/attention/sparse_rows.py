@@ -6,8 +6,9 @@ request has at most `top_k` tokens. So a step's decoding requests, and its promp
     dense     the host knows that none of them is longer than top_k: nothing is scored or selected
     sparse    others, and every step of a CUDA graph, whose requests may be of any length
 
-Packed latents (`MLA.packed`) can only be read by sparse attention: with them prompts are dense only if none has a
-cached prefix, and requests up to top_k tokens attend to a selection of all their tokens.
+Packed latents (`MLA.packed`) are read by sparse attention: with them prompts are dense only if they expand keys and
+values of tokens that no cache holds, and requests up to top_k tokens attend to a selection of all their tokens. So do
+all requests of models without an indexer, whose top_k is the context; their prompts also expand cached latents.
 
 A selection of all tokens gives the same result as dense attention, so the path affects speed only.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,7 +88,8 @@ class SparseSite(ABC):
         decodes = 0 if decode is None else self._longest(None if in_graph else decode.seq_lens_cpu)
         prompts = 0 if extend is None else self._longest(extend.seq_lens_cpu)
         with_decodes = decodes > (0 if self.packed else self.top_k)
-        with_prompts = prompts > (0 if self.packed and extend is not None and self._over_cached(extend) else self.top_k)
+        over_packed = self.packed and extend is not None and not self.expands(extend)
+        with_prompts = prompts > (0 if over_packed else self.top_k)
         if not with_decodes and not with_prompts:
             return None
         longest = max(decodes if with_decodes else 0, prompts if with_prompts else 0)
@@ -104,17 +106,22 @@ class SparseSite(ABC):
         entries = EntryRows(batch.token_slots[0].req_to_token, requests, lens, longest, run=run)
         rows = SparseRows(self, tokens.start, entries, with_decodes, with_prompts)
         if not rows.selects:
-            rows.selection = entries.all()
+            rows.selection = self.select_all(entries)
         rows.blocks = self.blocks(entries)
         return rows
+
+    def expands(self, extend: ExtendRows) -> bool:
+        """Returns whether a step's prompts attend to expanded keys and values, as far as the host knows, without sparse
+        attention to packed latents."""
+        return False
+
+    def select_all(self, entries: EntryRows) -> Selection:
+        """Returns the selection of all that the tokens see."""
+        return entries.all()
 
     def blocks(self, entries: EntryRows) -> EntryRows | None:
         """Returns the blocks of these tokens; None for sites that do not select blocks."""
         return None
-
-    def _over_cached(self, extend: ExtendRows) -> bool:
-        """Returns whether a prompt of the step may have a cached prefix, as far as the host knows."""
-        return extend.seq_lens_cpu is None or any(extend.prefix_lens_cpu)
 
     def _longest(self, seq_lens: Sequence[int] | None) -> int:
         return min(self.context_len, max(seq_lens)) if seq_lens is not None else self.context_len
@@ -124,7 +131,9 @@ class LatentSite(SparseSite):
     """Layers that attend to latents of selected tokens, the same ones for all heads."""
 
     def __init__(self, spec: MLA, plan: Plan) -> None:
-        super().__init__(spec.top_k, plan.context_len, spec.packed(plan.kv_cache_dtype))
+        packed = spec.packed(plan.kv_cache_dtype)
+        super().__init__(spec.top_k if spec.sparse else plan.context_len, plan.context_len, packed)
+        self.spec, self.record = spec, spec.record(plan.kv_cache_dtype)
         self.attention = plan.entry(SPARSE_ATTENTION)
         self.merge = PartMerge(plan)
         self._own: tuple[Selection, Selection] | None = None
@@ -133,14 +142,26 @@ class LatentSite(SparseSite):
         self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
     ) -> None:
         if layer.dcp_size == 1:
-            self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale)
+            self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale, **self._form(layer))
             return
         local = self._own_selection(selection)
 
         def attend(heads: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
-            self.attention(heads, ((layer.cache.k, local),), parts, scale=layer.scale, lse=lse)
+            self.attention(heads, ((layer.cache.k, local),), parts, scale=layer.scale, lse=lse, **self._form(layer))
 
         self.merge.attend(q, attend, out)
+
+    def _form(self, layer: AttentionLayer) -> dict[str, Any]:
+        """Returns how the layer's latents are stored, if they are records."""
+        return {} if self.record is None else {"record": self.record, "record_scale": layer.cache.k_scale}
+
+    def expands(self, extend: ExtendRows) -> bool:
+        if extend.seq_lens_cpu is None or (self.spec.sparse and any(extend.prefix_lens_cpu)):
+            return False
+        return self.spec.expanding_pays(extend.prefix_lens_cpu, extend.new_lens_cpu)
+
+    def select_all(self, entries: EntryRows) -> Selection:
+        return entries.all() if self.spec.sparse else entries.in_table()
 
     def _own_selection(self, selection: Selection) -> Selection:
         """Returns this rank's part of the selection with DCP, computed once for all layers that use the selection."""

@@ -6,11 +6,7 @@ An update waits until no request runs, and holds back new ones, unless generatio
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import json
 import logging
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +19,7 @@ import msgspec
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.sent_weights import check_specs
 from sglang.srt.managers.wire.io_struct import ControlReply
 
 if TYPE_CHECKING:
@@ -37,12 +34,6 @@ UPDATE_LIMIT_S = 3600.0
 WAIT_LIMIT_S = 600.0
 """Seconds that an update waits for requests that run."""
 POLL_S = 0.01
-MAX_NAMES, MAX_NAME, MAX_DIMS = 1 << 16, 512, 8
-MAX_BYTES = 1 << 36
-"""Bytes of the tensors of one call."""
-PICKLE = b"\x80"
-BUCKET, FLAT = "flattened_bucket", "flattened_tensor"
-LOAD_FORMATS = (None, "auto", "direct", BUCKET)
 
 
 class UpdateOptions(msgspec.Struct):
@@ -255,70 +246,3 @@ class WeightUpdates:
     def _refuse_replicas(self) -> None:
         if self._manager.args.dp_size > 1:
             raise RequestError("A trainer's group has the ranks of one replica: this needs --dp-size 1.")
-
-
-def check_specs(tensors: list[tuple[str, str, list[int]]]) -> None:
-    """Raises RequestError for tensors that no model has."""
-    if not 0 < len(tensors) <= MAX_NAMES or len({name for name, *_ in tensors}) != len(tensors):
-        raise RequestError(f"names must be 1 to {MAX_NAMES} different ones")
-    total = 0
-    for name, _, shape in tensors:
-        if len(name) > MAX_NAME or len(shape) > MAX_DIMS or not all(0 < size <= MAX_BYTES for size in shape):
-            raise RequestError(f"{name[:80]!r} is no name or has no shape of a weight")
-        elements = 1
-        for size in shape:
-            elements *= size
-        total += elements
-    if total > MAX_BYTES:
-        raise RequestError(f"{total} elements in one call; at most {MAX_BYTES}")
-
-
-def decoded(serialized: str | bytes) -> bytes:
-    """Returns the bytes of a safetensors file from base64. Raises RequestError, also for a pickle."""
-    try:
-        data = base64.b64decode(serialized, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"serialized_named_tensors must be base64: {error}") from None
-    if data.startswith((PICKLE, b"PK\x03\x04")):
-        raise RequestError(
-            "serialized_named_tensors holds a pickle, which can run code and is not read: send the bytes of a"
-            " safetensors file (safetensors.torch.save) in base64, call Engine.update_weights_from_tensor with the"
-            " tensors themselves, or use /update_weights_from_distributed"
-        )
-    return data
-
-
-def bucket_of(data: bytes) -> list[dict[str, Any]]:
-    """Returns what a safetensors file with a flattened bucket says of its tensors. Raises RequestError."""
-    try:
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        entries = json.loads(header["__metadata__"]["bucket"])
-        bucket = msgspec.convert(entries, list[BucketEntry])
-    except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
-        raise RequestError(
-            f"a flattened bucket needs the tensor {FLAT!r}, and in the metadata `bucket` a JSON list of name, dtype,"
-            f" shape and begin (in bytes): {error!r}"
-        ) from None
-    check_specs([(entry.name, entry.dtype, entry.shape or [1]) for entry in bucket])
-    return [msgspec.structs.asdict(entry) for entry in bucket]
-
-
-class BucketEntry(msgspec.Struct):
-    """One tensor of a flattened bucket. `begin`: its first byte."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    begin: int
-
-
-@asynccontextmanager
-async def written(data: Sequence[bytes]) -> AsyncIterator[list[Path]]:
-    """Yields files with these contents, in memory where the system has such a place."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="sglang-weights-", dir=shared if shared.is_dir() else None) as folder:
-        files = [Path(folder) / str(i) for i in range(len(data))]
-        for file, content in zip(files, data, strict=True):
-            await asyncio.to_thread(file.write_bytes, content)
-        yield files

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from sglang.srt.errors import UserError
+from sglang.srt.managers.wire import left_behind
 from sglang.srt.managers.wire.io_struct import DetokenizerOutput, SchedulerInput, SchedulerOutput
 from sglang.srt.managers.wire.token_ids import as_bytes, decoder, encoder
 
@@ -95,7 +96,9 @@ class Ports:
     @classmethod
     def create_many(cls, count: int) -> list[Ports]:
         """Makes directories for `count` replicas, each below a common one if there are several."""
+        left_behind.remove_left(_memory_files())
         root = tempfile.mkdtemp(prefix="sglang-")
+        left_behind.hold(root)
         arrays = tempfile.mkdtemp(prefix=f"{os.path.basename(root)}-arrays-", dir=_memory_files())
         directories = [root] if count == 1 else [os.path.join(root, str(index)) for index in range(count)]
         for directory in directories:
@@ -130,6 +133,7 @@ class Ports:
 
     def remove(self) -> None:
         """Deletes the directories."""
+        left_behind.let_go(self.root)
         for directory in (self.root, self.shared_arrays):
             shutil.rmtree(directory, ignore_errors=True)
 

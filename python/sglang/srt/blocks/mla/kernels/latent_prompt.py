@@ -20,9 +20,11 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, split_head_dim
 from sglang.srt.layers.attention.triton_ops.extend_attention import _attend
+from sglang.srt.layers.triton_ops.latent_records import load_record, record_constants
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.plan.latent_record import LatentRecord
 
 GATHER = {"HEADS": 16, "num_warps": 4}
 
@@ -47,6 +49,28 @@ def gather_latents_kernel(
         place = k_ptr + row * key_stride + head[:, None] * (NOPE + ROT) + NOPE + rot[None, :]
         mask = (head < num_heads)[:, None] & (rot < ROT)[None, :]
         tl.store(place, tl.broadcast_to(key[None, :], (HEADS, ROT_BLOCK)), mask=mask)
+
+
+@triton.jit
+def gather_records_kernel(
+    cache_ptr, rope_ptr, slots_ptr, latent_ptr, k_ptr, num_heads, scale, key_stride, RANK: tl.constexpr,
+    ROT: tl.constexpr, NOPE: tl.constexpr, ROPE_AT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, SCALES_AT: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """As `gather_latents_kernel` of records [S, SIZE] (uint8, and as bfloat16) in four bits. Grid: (C,)."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row + tl.arange(0, 1)).to(tl.int64)
+    dtype = latent_ptr.dtype.element_ty
+    even, odd = load_record(cache_ptr, cache_ptr, slot, slot >= 0, BITS, GROUPS, GROUP_BLOCK, SCALES_AT, SIZE, 1)
+    cols = tl.arange(0, GROUP_BLOCK * 16)[None, :]
+    values = tl.interleave(even, odd).to(tl.float32) * scale
+    tl.store(latent_ptr + row * RANK + cols, values.to(dtype), mask=cols < RANK)
+    rot = tl.arange(0, ROT)
+    key = tl.load(rope_ptr + slot * (SIZE // 2) + ROPE_AT // 2 + rot).to(dtype)
+    for first in range(0, num_heads, HEADS):
+        head = first + tl.arange(0, HEADS)
+        place = k_ptr + row * key_stride + head[:, None] * (NOPE + ROT) + NOPE + rot[None, :]
+        tl.store(place, tl.broadcast_to(key[None, :], (HEADS, ROT)), mask=(head < num_heads)[:, None])
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
@@ -156,6 +180,19 @@ def gather_latents(cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, ra
     return latent
 
 
+def gather_records(
+    cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, record: LatentRecord, scale: float
+) -> torch.Tensor:
+    """Does as `gather_latents` for records [S, 1, size] uint8 of latents in four bits."""
+    latent = torch.empty((len(slots), record.rank), dtype=k.dtype, device=k.device)
+    gather_records_kernel[(len(slots),)](
+        cache, cache.view(torch.bfloat16), slots, latent, k, k.shape[1], float(scale), k.stride(0),
+        NOPE=k.shape[2] - record.rope, RANK=record.rank, ROT=record.rope, ROPE_AT=record.rope_at,
+        **record_constants(record), **GATHER,
+    )  # fmt: skip
+    return latent
+
+
 def attend_dense(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -198,14 +235,15 @@ def latent_prompt_attention(
     *,
     scale: float,
     cache_scale: float = 1.0,
+    record: LatentRecord | None = None,
     tile: Mapping[str, int],
 ) -> None:
     """Fills the rows of out [T, H, v] from start_loc[0] on with the attention of q [T, H, nope + rot] over each
     sequence's new tokens, entries [T, rank + rot] as `latent_norm_rope_store` returns them, and over its cached prefix.
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1] int32 ascending; cache [S, 1, rank + rot], real value =
-    stored value * cache_scale; chunks: as `cut_prefixes` makes them. Never waits for the device; the launches follow
-    from `chunks`, so it is not for CUDA graphs.
+    stored value * cache_scale, or of records; chunks: as `cut_prefixes` makes them. Never waits for the device; the
+    launches follow from `chunks`, so it is not for CUDA graphs.
     """
     num_tokens, num_heads, v_dim = out.shape
     if num_tokens == 0:
@@ -217,7 +255,7 @@ def latent_prompt_attention(
                 torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device))  # fmt: skip
     attend_dense(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), scale=scale, causal=True, tile=tile)
     for number, chunk in enumerate(chunks, 1):
-        k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale)
+        k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale, record)
         attend_dense(
             q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), scale=scale, causal=False,
             tile=tile,
@@ -235,11 +273,19 @@ def expand_new(
 
 
 def expand_cached(
-    q: torch.Tensor, chunk: LatentChunk, cache: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, scale: float
+    q: torch.Tensor,
+    chunk: LatentChunk,
+    cache: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    scale: float,
+    record: LatentRecord | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns keys [C, H, nope + rot] and values [C, H, v] of a chunk, in q's dtype."""
     latents, slots = chunk.of(cache)
     k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
+    if record is not None:
+        return k, _expanded(gather_records(latents, slots, k, record, scale), w_uk, w_uv, k)
     return k, _expanded(gather_latents(latents, slots, k, w_uk.shape[2], scale), w_uk, w_uv, k)
 
 

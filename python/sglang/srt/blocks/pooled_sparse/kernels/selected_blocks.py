@@ -43,13 +43,13 @@ def _slots(blocks, chosen, tail, places, end, BLOCK: tl.constexpr):
 )
 def selected_block_kernel(
     q_ptr, o_ptr, k_ptr, v_ptr, blocks_ptr, counts_ptr, tails_ptr, tail_counts_ptr, part_o_ptr, part_lse_ptr,
-    num_heads, group, num_kv_heads, num_head_tiles, num_splits, scale, stride_qt, stride_qh, stride_ot, stride_oh,
-    stride_ks, stride_kh, stride_vs, stride_vh, stride_blocks, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    num_heads, group, num_kv_heads, num_head_tiles, num_splits, scale, v_scale, stride_qt, stride_qh, stride_ot,
+    stride_oh, stride_ks, stride_kh, stride_vs, stride_vh, stride_blocks, DIM: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q [T, Hq, DIM], caches [S, Hkv, DIM], blocks [T, K] and counts, tails, tail_counts [T] int32 -> o [T, Hq, DIM],
-    or with several splits part_o [T, splits, Hq, DIM] and part_lse [T, splits, Hq]. `scale` carries log2(e). Grid:
-    (T * splits * KV heads * head tiles,)."""
+    """q [T, Hq, DIM], caches [S, Hkv, DIM] in q's dtype or in float8, blocks [T, K] and counts, tails, tail_counts [T]
+    int32 -> o [T, Hq, DIM], or with several splits part_o [T, splits, Hq, DIM] and part_lse [T, splits, Hq]. `scale`
+    carries log2(e) and the keys' scale; o is multiplied by v_scale. Grid: (T * splits * KV heads * head tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     kv_head = pid // num_head_tiles % num_kv_heads
@@ -78,17 +78,17 @@ def selected_block_kernel(
         keep = n + offs_n < end
         next_slots = _slots(blocks, chosen, tail, n + BLOCK_N + offs_n, end, BLOCK)
         keys = load_rows(k_ptr + kv_head * stride_kh, slots * stride_ks, keep, 0, DIM, DIM, True)
-        scores = tl.dot(q, tl.trans(keys))
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)))
         weights, decay, row_max, row_sum = softmax_step(row_max, row_sum, scores, keep, scale)
         values = load_rows(v_ptr + kv_head * stride_vh, slots * stride_vs, keep, 0, DIM, DIM, True)
-        acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None])
+        acc = tl.dot(weights.to(q.dtype), values.to(q.dtype), acc * decay[:, None])
         slots = next_slots
 
     final, lse = finish(row_max, row_sum, head, head_ok, part_lse_ptr, False)
     store_lse(part_lse_ptr, part_lse_ptr, lse, token, split, num_splits, num_heads, head, head_ok, False)
     store_columns(
-        o_ptr, part_o_ptr, acc * final[:, None], token, split, num_splits, num_heads, stride_ot, stride_oh, head,
-        head_ok, 0, DIM, DIM,
+        o_ptr, part_o_ptr, acc * (final * v_scale)[:, None], token, split, num_splits, num_heads, stride_ot, stride_oh,
+        head, head_ok, 0, DIM, DIM,
     )  # fmt: skip
 
 
@@ -102,14 +102,16 @@ def selected_block_attention_fwd(
     scale: float,
     tile: Mapping[str, int],
     num_sms: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Computes `reference.attend_blocks` for q [T, Hq, D] in bf16 or fp16 and caches [S, Hkv, D] of the same
-    dtype, D a power of two; the stride between rows is free. `num_sms`: of the GPU. Raises TypeError for caches of
-    another dtype."""
+    dtype or in float8, D a power of two; the stride between rows is free. `num_sms`: of the GPU. Raises TypeError for
+    caches of another dtype."""
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:
         return
-    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+    if {k_cache.dtype, v_cache.dtype} - {q.dtype, torch.float8_e4m3fn, torch.float8_e5m2}:
         raise TypeError(f"caches are {k_cache.dtype} and {v_cache.dtype}, queries {q.dtype}")
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
@@ -122,8 +124,9 @@ def selected_block_attention_fwd(
     part_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     selected_block_kernel[(programs * splits,)](
         q, out, k_cache, v_cache, selection.blocks, selection.counts, selection.tails, selection.tail_counts, part_o,
-        part_lse, num_heads, group, num_kv_heads, head_tiles, splits, scale * LOG2E, q.stride(0), q.stride(1),
-        out.stride(0), out.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        part_lse, num_heads, group, num_kv_heads, head_tiles, splits, scale * k_scale * LOG2E, float(v_scale),
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), k_cache.stride(0), k_cache.stride(1),
+        v_cache.stride(0), v_cache.stride(1),
         selection.blocks.stride(0), DIM=dim, BLOCK=selection.block, BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
         num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
     )  # fmt: skip

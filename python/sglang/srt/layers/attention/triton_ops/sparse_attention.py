@@ -3,12 +3,13 @@ are the values.
 
 A program computes BLOCK_H heads of one token over a split of its entries, first those of the first cache and then those
 of the second; `merge_shares_kernel` merges the splits. As in `latent_decode`, an entry is read once and used as key and
-value, and slots are loaded a tile ahead of the entries. Entries are stored in one of two formats:
+value, and slots are loaded a tile ahead of the entries. Entries are stored in one of three formats:
 
 - bf16 or fp16: RANK columns and, if ROPE > 0, as many more that are keys only.
 - packed: RANK e4m3 numbers with a scale for every GROUP of them, then ROPE columns in bfloat16. Pairs of e4m3 numbers
   are read as 16 bits, which the instruction that transposes moves; even and odd columns are multiplied apart. e4m3 is
   exact in the queries' type, and scales are multiplied to scores and weights: never to entries.
+- records (`plan.latent_record`) in eight or in four bits, of one cache or of two (`sparse_records`).
 
 Reference: `native_sparse_ops.attend_selected`.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -26,6 +28,7 @@ from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES, packed_attention_kernel
+from sglang.srt.layers.attention.triton_ops.sparse_records import record_attention_kernel
 from sglang.srt.layers.attention.triton_ops.sparse_steps import (
     finish,
     merge_shares_kernel,
@@ -35,6 +38,10 @@ from sglang.srt.layers.attention.triton_ops.sparse_steps import (
     store_lse,
 )
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.latent_records import check_records, record_constants
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.latent_record import LatentRecord
 
 MERGE_COLS = 128
 """Columns per program of `merge_shares_kernel`."""
@@ -141,21 +148,28 @@ def sparse_attention_fwd(
     num_sms: int,
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    record: LatentRecord | None = None,
+    record_scale: float = 1.0,
 ) -> None:
     """Computes `native_sparse_ops.attend_selected` for q [T, H, D] in bf16 or fp16, one or two caches [S, 1, D] of the
-    same dtype or one packed cache [S, 1, 656] uint8, and out [T, H, Dv]; the strides of rows of q, out and caches are
-    free, lse [T, H] is contiguous. `num_sms`: of the GPU. Raises ValueError for two packed caches."""
+    same dtype or of records (`record`), or one packed cache [S, 1, 656] uint8, and out [T, H, Dv]; the strides of rows
+    of q, out and caches are free, lse [T, H] is contiguous. `num_sms`: of the GPU. Raises ValueError for two packed
+    caches."""
     if len(q) == 0:
         return
     caches = [cache for cache, _ in sources]
-    packed = caches[0].dtype == torch.uint8
+    packed = record is None and caches[0].dtype == torch.uint8
     if packed and len(caches) > 1:
         raise ValueError("packed latents are read from one cache, not from two")
-    if not packed and any(cache.dtype != q.dtype for cache in caches):
+    if record is None and any(selection.rows is not None for _, selection in sources):
+        raise ValueError("slots in rows of a table are read with records alone")
+    if not packed and record is None and any(cache.dtype != q.dtype for cache in caches):
         raise TypeError(f"caches are {[cache.dtype for cache in caches]}: neither packed (uint8) nor {q.dtype}")
     tiles = sum(triton.cdiv(selection.slots.shape[1], tile["BLOCK_N"]) for _, selection in sources)
     shares = _Shares.cut(q, out, tiles, tile, num_sms)
-    if packed:
+    if record is not None:
+        _launch_records(q, sources, record, record_scale, out, scale, sinks, lse, tile, shares)
+    elif packed:
         _launch_packed(q, *sources[0], out, scale, sinks, lse, tile, shares)
     else:
         _launch_plain(q, sources, out, scale, sinks, lse, tile, shares)
@@ -237,6 +251,38 @@ def _launch_packed(
         num_heads, shares.head_tiles, shares.count, scale * LOG2E, q.stride(0), q.stride(1), out.stride(0),
         out.stride(1), selection.slots.stride(0), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
         num_warps=tile["num_warps"], num_stages=tile["num_stages"], **flags, **pdl.options(),
+    )  # fmt: skip
+
+
+def _launch_records(
+    q: torch.Tensor,
+    sources: Sequence[tuple[torch.Tensor, Selection]],
+    record: LatentRecord,
+    record_scale: float,
+    out: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    tile: Mapping[str, int],
+    shares: _Shares,
+) -> None:
+    num_tokens, num_heads, _ = q.shape
+    numbers = torch.int16 if record.bits == 8 else torch.uint8
+    views = []
+    for cache, _ in sources:
+        check_records(cache, record)
+        views.append((cache.view(numbers), cache.view(torch.bfloat16), cache))
+    selection, more = sources[0][1], sources[-1][1]
+    lse, sinks, flags = shares.outputs(sinks, lse)
+    record_attention_kernel[(num_tokens * shares.count * shares.head_tiles,)](
+        q, out, lse, sinks, *views[0], selection.slots, selection.counts,
+        selection.counts if selection.rows is None else selection.rows, *views[-1], more.slots, more.counts,
+        shares.part_o, shares.part_lse, num_heads, shares.head_tiles, shares.count, scale * LOG2E, float(record_scale),
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), selection.slots.stride(0), more.slots.stride(0),
+        RANK=record.rank, ROPE=record.rope, ROPE_AT=record.rope_at, ROPE_VALUES=out.shape[2] > record.rank,
+        **record_constants(record), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        HAS_ROWS=selection.rows is not None, HAS_MORE=len(sources) > 1, num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"], **flags, **pdl.options(),
     )  # fmt: skip
 
 
