@@ -24,10 +24,14 @@ def with_stored_trellises(quantization: QuantConfig, folder: Path) -> QuantConfi
     if not shapes:
         return quantization
     names = frozenset(stored_names(folder) or ())
-    found = {name.removesuffix(_TRELLIS): _trellis_of(name, tensor, names) for name, tensor in shapes.items()}
-    trellises = replace(quantization.trellises, stored={without_decoder(name): one for name, one in found.items()})
+    trellises_by_name = {
+        name.removesuffix(_TRELLIS): _trellis_of(name, tensor, names) for name, tensor in shapes.items()
+    }
+    trellises = replace(
+        quantization.trellises, stored={without_decoder(name): one for name, one in trellises_by_name.items()}
+    )
     # One of the modules shows how the decoder's modules are called in this checkpoint.
-    example = frozenset(sorted(name for name in found if ".layers." in name)[:1])
+    example = frozenset(sorted(name for name in trellises_by_name if ".layers." in name)[:1])
     rules = tuple(
         replace(rule, modules=example) if rule.quant is not None and rule.quant.scheme == EXL3.name else rule
         for rule in quantization.rules

@@ -76,8 +76,8 @@ class Trellises:
         if module.rpartition(".")[2] == "lm_head":
             return Trellis(2 * math.ceil(self.head_bits), self.codebook)
         step = 1 if self.codebook == "mul1" else 2
-        found = re.search(r"layers\.(\d+)\.", module)
-        layer, steps = int(found[1]) if found else 0, 2 * self.bits / step
+        match = re.search(r"layers\.(\d+)\.", module)
+        layer, steps = int(match[1]) if match else 0, 2 * self.bits / step
         here = math.floor(steps * (layer + 1)) - math.floor(steps * layer)
         return Trellis(min(max(step * here, 2), 2 * MAX_BITS), self.codebook)
 

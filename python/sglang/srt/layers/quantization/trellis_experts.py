@@ -58,7 +58,7 @@ def _bank(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, shard: Weigh
     inputs, outputs = share_of_blocks(scope, shard, "columns"), share_of_blocks(scope, shard, "rows")
     high, wide = product.rows // len(product.shards), product.cols
     total = padded(shard.cols.total), padded(shard.rows.total)
-    own = replace(scope, params={})
+    bank_scope = replace(scope, params={})
     into = slice(0, inputs.stop - inputs.start), slice(0, outputs.stop - outputs.start)
 
     def param(
@@ -69,7 +69,7 @@ def _bank(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, shard: Weigh
         others = (e for e in range(sizes.num_experts) if e not in run)
         path = f"{scope.path}.{leaf}"
         scope.on_other_ranks.update(scope.weights.checkpoint_name(path, PartKey(shard.part, e)) for e in others)
-        tensor = own.param(leaf, (sizes.padded_experts, *shape), parts, fill, dtype)
+        tensor = bank_scope.param(leaf, (sizes.padded_experts, *shape), parts, fill, dtype)
         return tensor.zero_() if zero and not tensor.is_meta else tensor
 
     tiles = TensorPart(
@@ -89,6 +89,6 @@ def _bank(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, shard: Weigh
     if form.codebook != DEFAULT_CODEBOOK:
         marker = TensorPart((), (), (), MARKER_DTYPES, checked(scope.module(shard.part), form.codebook))
         param(form.codebook, (), marker, constant(0), torch.int32, True)
-    for name, one in own.params.items():
+    for name, one in bank_scope.params.items():
         scope.params[f"{name}.{shard.part}"] = one
     return TrellisBank(form, words, scales[0], scales[1], high, wide, places_of(high, padded(high), words.device))

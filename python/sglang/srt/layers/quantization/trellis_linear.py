@@ -66,10 +66,10 @@ def create_trellis(scope: Scope, shards: Sequence[WeightShard], quant: ModuleQua
     modules, stored, inputs = [], 0, dict[str, torch.Tensor]()
     for part, group in itertools.groupby(pairs, lambda pair: pair[0].part):
         members = list(group)
-        own = replace(scope, params={})
-        modules.append(_module(own, [shard for shard, _ in members], members[0][1], inputs.get(part)))
+        module_scope = replace(scope, params={})
+        modules.append(_module(module_scope, [shard for shard, _ in members], members[0][1], inputs.get(part)))
         inputs[part] = modules[-1].suh
-        for param in own.params.values():
+        for param in module_scope.params.values():
             scope.params[f"{param.name}.{stored}"] = param
             stored += 1
     return TrellisWeight(modules, shards[0].cols.padded_count)
@@ -81,7 +81,7 @@ def _module(scope: Scope, pieces: list[WeightShard], form: Trellis, input_scales
     rows, cols = sum(piece.rows.padded_count for piece in pieces), pieces[0].cols
     blocks = [share_of_blocks(scope, piece, "rows", len(pieces) > 1) for piece in pieces]
     inputs = share_of_blocks(scope, pieces[0], "columns")
-    held = padded(rows) + (BLOCK if _is_head(scope) and rows % BLOCK else 0)
+    held_rows = padded(rows) + (BLOCK if _is_head(scope) and rows % BLOCK else 0)
     first = pieces[0].rows.run.start - blocks[0].start
     begins = list(itertools.accumulate((run.stop - run.start for run in blocks), initial=0))
     total = (padded(cols.total), padded(pieces[0].rows.total))
@@ -99,7 +99,7 @@ def _module(scope: Scope, pieces: list[WeightShard], form: Trellis, input_scales
         )
         for key, run, out in zip(keys, blocks, outs, strict=True)
     }
-    shape = (width // TILE, held // TILE, form.words)
+    shape = (width // TILE, held_rows // TILE, form.words)
     tiles = scope.param("trellis", shape, parts, random_codes, torch.int16)
     suh = input_scales
     if suh is None:
@@ -109,7 +109,7 @@ def _module(scope: Scope, pieces: list[WeightShard], form: Trellis, input_scales
         piece.key: scale_part(form, total[1], run, piece.rows, begin)
         for piece, run, begin in zip(pieces, blocks, begins, strict=False)
     }
-    svh = _scales(scope, "v", form, held, of_outputs, constant(DUMMY_OUTPUT_SCALE))
+    svh = _scales(scope, "v", form, held_rows, of_outputs, constant(DUMMY_OUTPUT_SCALE))
     if form.codebook != DEFAULT_CODEBOOK and input_scales is None:
         marker = {keys[0]: TensorPart((), (), (), MARKER_DTYPES, checked(scope.module(keys[0].part), form.codebook))}
         scope.param(form.codebook, (), marker, constant(0), torch.int32)

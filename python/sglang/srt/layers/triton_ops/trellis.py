@@ -218,7 +218,8 @@ def product_kernel(
             tiles, start // 16, n * (BLOCK_N // 16), tiles_n, half_bits, multiplier, summand, BLOCK_K // 16,
             BLOCK_N // 16, FOUR_BITS, MUL1,
         )  # fmt: skip
-        total = tl.dot(tl.load(x_at + start, mask=there, other=0.0), weight, total)
+        # The ledger's rows have bfloat16 in the place of every 16-bit type.
+        total = tl.dot(tl.load(x_at + start, mask=there, other=0.0).to(tl.float16), weight, total)
     cols = first_column + n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + (split * T + rows[:, None]).to(tl.int64) * columns + cols[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=there)
