@@ -28,7 +28,7 @@ from sglang.srt.layers.triton_ops.trellis import (
 )
 
 MAX_ROWS = 16
-FEW_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+FEW_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
 DECODE_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
 TRANSFORM_TILE = {"BLOCK_M": 16, "num_warps": 4, "num_stages": 1}
 PROGRAMS = 512
