@@ -174,5 +174,7 @@ def test_adapters() -> None:
         assert refused.status_code == 503 and "sleeps" in refused.text
         assert http.post("/wake_up").status_code == 200
         assert {name: ask(name).json()["choices"][0]["message"]["content"] for name in reversed(names)} == said
+        assert http.post("/sleep?level=2").status_code == http.post("/wake_up").status_code == 200
+        assert {name: ask(name).json()["choices"][0]["message"]["content"] for name in names} == said
         assert http.post("/load_lora_adapter", json=again).status_code == 200
         assert ask("again").json()["choices"][0]["message"]["content"] == said["ahoy"]
