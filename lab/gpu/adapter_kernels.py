@@ -37,9 +37,7 @@ CELLS = ((32, 64, 1), (8, 64, 8), (32, 64, 32), (32, 256, 1), (32, 256, 32), (8,
 """Places, tokens and adapters."""
 CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     "as it is": {},
-    "a program a chunk": {"PROGRAMS": 1 << 30},
-    "768 programs": {"PROGRAMS": 768},
-    "3072 programs": {"PROGRAMS": 3072},
+    "spans of A for 4 programs": {"MOST_SPANS": 4},
     "not aside": {"ASIDE": 1 << 30},
     "chunks of 32": {"chunk_rows": lambda num_tokens: 32},
     "chunks of 64": {"chunk_rows": lambda num_tokens: 64},

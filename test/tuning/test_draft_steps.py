@@ -85,7 +85,9 @@ def test_plan_gives_the_speed_at_an_accept_length(capsys: pytest.CaptureFixture[
     assert speeds[1] == pytest.approx(2 * speeds[0])
     assert main(words) == 0
     assert "Predicted with drafts, at 2.5 tokens of a request and step" in " ".join(capsys.readouterr().out.split())
-    assert main([*words, "--accept-length", "0.5"]) == 2
+    for length in ("0.5", "inf", "nan", "65"):
+        assert main([*words, "--accept-length", length]) == 2
+        assert "--accept-length must be from 1 to 64 tokens" in capsys.readouterr().err
 
 
 def test_accept_lengths_that_no_step_reaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,10 +50,7 @@ _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
 _HEADS = "quantized output heads, under one of the two versions"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
-    AcceptedSpill("sm120", "add_adapters", "expand/all/SPANS [12]", 32, "eight registers, under Triton 3.6 alone"),
-    AcceptedSpill(
-        "sm120", "add_adapters", "expand/all/N i32/out_stride i32", 24, "six registers, under Triton 3.6 alone"
-    ),
+    AcceptedSpill("sm120", "add_adapters", "expand/all/SPANS [12]", 16, "two registers, under Triton 3.6 alone"),
     AcceptedSpill(
         "sm120",
         "prefill_attention",

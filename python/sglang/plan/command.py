@@ -12,6 +12,7 @@ from sglang.plan.cache_forms import EXPLANATION, form_rows, forms_json
 from sglang.plan.floors import Floor
 from sglang.plan.host_memory import Machine
 from sglang.plan.layouts import CLEARLY, GIB, Load, Prospect, Survey, check_counts, survey
+from sglang.srt.configs.speculative import MAX_DRAFT_TOKENS
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.plan.host_cache import LARGEST_UNASKED
@@ -97,8 +98,11 @@ def run_plan(argv: Sequence[str]) -> None:
     free, main = _num_bytes("--free-memory", options.free_memory), _num_bytes("--main-memory", options.main_memory)
     if not 0 <= options.memory_channels <= MOST_CHANNELS:
         raise UserError(f"--memory-channels must be from 0 to {MOST_CHANNELS}; got {options.memory_channels:,}.")
-    if not options.accept_length >= 1:
-        raise UserError(f"--accept-length {options.accept_length:g} must be at least 1 token.")
+    if not 1 <= options.accept_length <= MAX_DRAFT_TOKENS:
+        raise UserError(
+            f"--accept-length must be from 1 to {MAX_DRAFT_TOKENS} tokens, the most of a step; got"
+            f" {options.accept_length:g}."
+        )
     result = survey(words, gpus, arch, load, free, options.nodes, Machine(main, channels=options.memory_channels))
     length = options.accept_length
     print(json.dumps(to_json(result, length), indent=2) if options.json else to_text(result, length))

@@ -148,7 +148,7 @@ def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
             yield {"enable_lora", *given}, f"{flag(given[0])} needs --enable-lora or --lora-paths."
         return
     above = next((name for name in _NOT_WITH_ADAPTERS if getattr(args, name) > 1), None)
-    asked = [name for name in ("use_ray", "is_embedding", "enable_two_batch_overlap") if getattr(args, name)]
+    asked = [name for name in ("use_ray", "is_embedding") if getattr(args, name)]
     for name in ([above] if above else []) + asked:
         yield {"enable_lora", name}, f"--enable-lora does not go with {flag(name)} here."
     if args.experts_shared_outer_loras and args.no_experts_shared_outer_loras:

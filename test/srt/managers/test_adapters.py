@@ -145,16 +145,24 @@ def test_more_adapters_than_slots(
 def test_a_waiting_adapter_is_passed_a_bounded_number_of_times(
     adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_table, "MAX_PASSED", 3)
-    scheduler = adapters.scheduler(False, max_loras_per_batch=1, max_running_requests=2)
     one, other = "rank 1", "rank 8, no q"
-    for form in (one, other):
-        adapters.load(scheduler, form)
     asked: dict[str, tuple[str | None, list[int]]] = {"first": (one, prompt(0)), "waits": (other, prompt(0))}
     asked |= {f"r{i}": (one, prompt(i)) for i in range(12)}
-    collector = run(adapters, scheduler, asked)
-    order = list(collector.tokens)  # as their first tokens came
-    assert 1 < order.index("waits") <= 1 + 3
+    entered: dict[int, int] = {}
+    for bound in (1, 3, 6, 1000):
+        monkeypatch.setattr(adapter_table, "MAX_PASSED", bound)
+        scheduler, collector = adapters.scheduler(False, max_loras_per_batch=1, max_running_requests=2), Collector()
+        for form in (one, other):
+            adapters.load(scheduler, form)
+        for rid, (form, ids) in asked.items():
+            adapters.ask(scheduler, rid, form, ids)
+            for _ in range(4 if rid == "first" else 0):  # so that the two that run end at different times
+                scheduler.step()
+                collector.take(scheduler)
+        run_to_end(scheduler, collector)
+        adapters.check(collector, asked)
+        entered[bound] = [*collector.tokens].index("waits")  # as their first tokens came
+    assert entered == {1: 2, 3: 4, 6: 7, 1000: len(asked) - 1}
 
 
 def test_a_long_wait_drains_slots(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:

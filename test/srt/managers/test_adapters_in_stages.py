@@ -42,6 +42,10 @@ def _rank(rank: int, folder: str, out: Path, asked: Asked, refused: list[str], f
     used = sum(side.nbytes for linear in layers.linears for side in (linear.a, linear.b))
     planned = plan.adapters.num_bytes(plan.weights, plan.dtype)
     assert 0 < used <= planned < 1.1 * used, "of this stage's layers; the plan counts routers, too"
+    cut: list[int] = []
+    if (overlap := runner.two_batch_overlap) is not None:
+        compute = overlap.compute
+        overlap.compute = lambda batch, *rest: (cut.append(len(batch.input_ids)), compute(batch, *rest))[1]  # type: ignore[method-assign]
     scheduler, collector = Scheduler(args, runner, StopChecker(None)), Collector()
     table = scheduler.adapters
     assert table is not None
@@ -59,6 +63,7 @@ def _rank(rank: int, folder: str, out: Path, asked: Asked, refused: list[str], f
     run_to_end(scheduler, collector)
     for rid, (_, _, tokens) in asked.items():
         assert collector.tokens[rid] == tokens, rid
+    assert bool(cut) == ("enable_two_batch_overlap" in flags)
     parallel_state.shutdown()
 
 
@@ -109,3 +114,21 @@ def test_embedding_and_output_head(tmp_path: Path, flags: dict[str, int], model:
     }
     refused = [changed(one.paths["all"], tmp_path / end, end, end, 3) for end in ("embed_tokens", "lm_head")]
     run_ranks(_rank, (str(one.folder), tmp_path, asked, refused, {**flags, "lora_target_modules": ["all"]}), 2)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma4"])
+def test_two_batch_overlap(tmp_path: Path, model: str) -> None:
+    """Microbatches alternate by block in one thread, or at each sum in two: each token keeps its own adapter."""
+    forms: dict[str, dict[str, Any]] = {
+        "all": {"rank": 8, "names": ("embed_tokens", "lm_head", "q_proj", "o_proj", "down_proj")},
+        "other": {"rank": 3, "names": ("v_proj", "up_proj"), "strength": 6.0},
+    }
+    one = Adapters(model, tmp_path, forms)
+    asked = {
+        f"{form} {seed}": ("" if form is None else str(one.paths[form]), prompt(seed), one.greedy(form, prompt(seed)))
+        for form in (None, *forms)  # so that a step's halves have different adapters
+        for seed in (1, 2)
+    }
+    assert len({tuple(tokens) for rid, (_, _, tokens) in asked.items() if rid.endswith("1")}) == 3
+    flags = {"tp_size": 2, "enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 8}
+    run_ranks(_rank, (str(one.folder), tmp_path, asked, [], {**flags, "lora_target_modules": ["all"]}), 2)

@@ -683,6 +683,70 @@ def test_pixels_that_are_gone_are_encoded_for_the_next_request(qwen3_vl: Seeing)
     qwen3_vl.check(scheduler, one_image(77))
 
 
+@pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
+def test_an_encoder_that_fails_ends_its_request_alone(
+    qwen3_vl: Seeing, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It tries again for the step; what it failed at is no prefix of later requests, and is computed for them."""
+    scheduler, collector = qwen3_vl.scheduler(), Collector()
+    features = scheduler.media.features
+    assert features is not None and features.encoder is not None
+    with monkeypatch.context() as patch:
+        left = [times]
+
+        def fail(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise RuntimeError("no memory for this image")
+            return encode(*args)
+
+        encode = features._computed
+        patch.setattr(features, "_computed", fail)
+        patch.setattr(features, "_pieces_of", lambda items, cuts: None)
+        add(scheduler, request("text", Prompt().text(6, 1).ids, 8, temperature=0.0, ignore_eos=True))
+        add(scheduler, media_request("seen", one_image(79), qwen3_vl.folder, NEW_TOKENS))
+        run_to_end(scheduler, collector)
+    assert len(collector.tokens["text"]) == 8 and "encoder of images failed" in caplog.text
+    if times == 1:
+        assert collector.tokens["seen"] == greedy(qwen3_vl.model, one_image(79), collector.tokens["seen"])
+    else:
+        assert collector.finish["seen"].status_code == 500 and not collector.tokens["seen"]
+    qwen3_vl.check(scheduler, one_image(79))
+
+
+def test_a_slice_that_fails_is_computed_with_the_rest(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(items: Any, cuts: Any) -> Any:
+        yield
+        raise RuntimeError("no memory for this piece")
+
+    monkeypatch.setattr(media_pace, "PATCH_LAYERS_BESIDE", 20)
+    scheduler, collector = seeing_scheduler(qwen3_vl.folder), Collector()
+    features = scheduler.media.features
+    assert features is not None
+    monkeypatch.setattr(features, "_pieces_of", broken)
+    add(scheduler, request("text", Prompt().text(6, 1).ids, 16, temperature=0.0, ignore_eos=True))
+    scheduler.step()
+    prompt = Prompt().image((1, 12, 14), 5).text(2, 1)
+    add(scheduler, media_request("seen", prompt, qwen3_vl.folder, NEW_TOKENS))
+    run_to_end(scheduler, collector)
+    assert collector.tokens["seen"] == greedy(qwen3_vl.model, prompt, collector.tokens["seen"])
+
+
+def test_an_encoder_that_fails_beside_others_ends_its_rank(qwen3_vl: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for its part."""
+    features, items = qwen3_vl.scheduler().media.features, one_image(80).items(qwen3_vl.folder)
+    assert features is not None
+
+    def fail(items: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    features._agreed = lambda ok: ok
+    monkeypatch.setattr(features, "_computed", fail)
+    features.begin(items)
+    with pytest.raises(RuntimeError, match="no memory"):
+        features.advance(whole=True)
+
+
 def test_pixels_that_are_gone_on_another_rank(qwen3_vl: Seeing) -> None:
     """Ranks that encode together have all of an item or none of it, and compute it for the next request that asks."""
     scheduler = qwen3_vl.scheduler()

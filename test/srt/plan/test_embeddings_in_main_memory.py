@@ -22,6 +22,7 @@ from ..models.harness import NativePlan, TinyRunner, plan_for, random_tokens, sa
 from .test_expert_slots import plan, refusal
 
 GIB = 1024**3
+IMAGES = "Qwen3-VL-8B-Instruct"
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -74,3 +75,18 @@ def test_logits_are_equal(name: str, tmp_path: Path) -> None:
         logits.append([*runner.extend({1: random_tokens(9, 1)}), runner.decode({1: 5})])
     for one, other in zip(*logits, strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_layers_of_an_encoder_leave_gpu_memory_but_for_two() -> None:
+    of_gpu, of_host = (plan(IMAGES, "rtx-pro-6000", encoder_in_main_memory=on) for on in (False, True))
+    media = of_host.description.media
+    assert media is not None and len(sizes := media.tower.layer_sizes()) == media.tower.num_layers
+    assert of_gpu.memory.weights - of_host.memory.weights == 2 * (sum(sizes) - 2 * max(sizes)) > GIB // 2
+    assert f"the layers of the encoder lie in pinned host memory, {2 * sum(sizes) / GIB:.2f} GiB" in " ".join(
+        of_host.warnings
+    )
+    assert of_host.max_total_num_tokens > of_gpu.max_total_num_tokens
+    assert "no images are read here" in refusal(name="Qwen3-8B", encoder_in_main_memory=True)
+    assert "gb10 is main memory" in refusal(name=IMAGES, gpu="gb10", encoder_in_main_memory=True)
+    on_cpu = plan(IMAGES, "cpu", free=200, encoder_in_main_memory=True)
+    assert any("--encoder-in-main-memory has no effect" in note for note in on_cpu.warnings)

@@ -107,7 +107,8 @@ def test_numbers_of_slots() -> None:
 
 def test_what_has_no_experts_or_main_memory_of_its_own_is_refused_by_name() -> None:
     assert "Qwen3ForCausalLM has no experts" in refusal(name="Qwen3-8B", enable_paged_experts=True)
-    assert "gb10 is main memory" in refusal(name="Qwen3-30B-A3B", gpu="gb10", enable_paged_experts=True)
+    for gpu in ("gb10", "sm_121"):
+        assert "gb10 is main memory" in refusal(name="Qwen3-30B-A3B", gpu=gpu, enable_paged_experts=True)
 
 
 def test_a_rank_has_its_share_and_the_machine_all() -> None:
@@ -138,6 +139,18 @@ def test_prefixes_get_what_experts_leave_of_main_memory() -> None:
     args = {"enable_hierarchical_cache": True, "hicache_ratio": 64.0}
     assert "are free" in refusal(main=140, **args)
     assert plan(main=1400, **args).host_cache is not None
+
+
+def test_experts_go_before_prefixes_on_the_bus() -> None:
+    """While requests decode, copies of prefixes take an eighth of it."""
+    tier = {"enable_hierarchical_cache": True, "hicache_ratio": 1.0, "main": 1400}
+    made, resident = plan(**tier), plan("Qwen3-8B", "rtx-pro-6000", **tier)
+    assert made.host_cache is not None and made.expert_slots is not None and resident.host_cache is not None
+    assert made.host_cache.paced_rate == made.expert_slots.rate / 8
+    assert resident.host_cache.paced_rate is None
+    two = plan(tp_size=2, **tier)
+    assert two.host_cache is not None and two.expert_slots is not None
+    assert two.host_cache.paced_rate == min(16e9, two.expert_slots.rate / 8)
 
 
 def test_buffers_hold_all_other_experts_where_that_takes_little() -> None:

@@ -112,6 +112,12 @@ class ModelArgs:
         "Keep embeddings of tokens in pinned host memory, where the GPU reads a row for each token. Embeddings that the"
         " output head multiplies by stay in GPU memory.",
     )
+    encoder_in_main_memory: bool = option(
+        False,
+        MEMORY,
+        "Keep the layers of the encoder of images and videos in pinned host memory. The GPU has room for two of them,"
+        " which come while the one before is computed.",
+    )
     no_ple_offload_embedding: bool = option(False, MEMORY, "Keep tables of n-grams in GPU memory in any case.")
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")

@@ -20,7 +20,8 @@ class Activation:
     GELU.
 
     With `limits_result` f(gate) is clamped instead of gate. The kernels clamp gate; for a `limit` of at least
-    MIN_RESULT_LIMIT both are the same within the rounding of bfloat16: they differ by exp(-limit).
+    MIN_RESULT_LIMIT both are the same within the rounding of bfloat16: they differ by exp(-limit), 1.8% at a limit
+    of 4.
 
     With `function` "relu2" there is no gate: the result is max(up, 0) ** 2.
     """

@@ -186,9 +186,9 @@ class _Unescaped:
 
     def finish(self) -> None:
         """Passes on what began like a reference and is none."""
-        held, self._held = self._held, ""
-        if held:
-            self._sink(held)
+        text, self._held = self._held, ""
+        if text:
+            self._sink(text)
 
 
 def _character(reference: re.Match[str]) -> str:

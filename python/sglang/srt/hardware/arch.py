@@ -80,7 +80,7 @@ def arch_by_name(name: str) -> ArchTraits:
         features=facts.features | ({"nvlink"} if product.nvlink else set()),
         product=product_key,
         gpus_per_machine=0 if name in ARCHS else product.gpus_per_machine,
-        unified_memory=name not in ARCHS and product.unified_memory,
+        unified_memory=product.unified_memory,
     )
 
 

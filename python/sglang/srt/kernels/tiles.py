@@ -187,8 +187,8 @@ ROWS: tuple[TileRow, ...] = (
         (_gather(32, 32, 8, 3, 1, 128), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
         {"wgmma": (_gather(64, 64, 8, 2, 1, 128), _gather(32, 32, 4, 2, 1, 128), _gather(16, 32, 4, 3, 2))},
     ),
-    # Records of latents (`plan.latent_record`). On an H200 blocks of 32 heads take 0.91 of the time of 16 in steps of 16
-    # tokens of DeepSeek-V4, and 1.2 of it in steps of one. Those in four bits would spill.
+    # Records of latents (`plan.latent_record`). On an H200 blocks of 32 heads take 0.91 of the time of 16 in steps of
+    # 16 tokens of DeepSeek-V4, and 1.2 of it in steps of one. Those in four bits would spill.
     TileRow(
         "sparse_attention", ((512, 512),), _FP8,
         (_gather(32, 32, 8, 3, 1, 16), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),

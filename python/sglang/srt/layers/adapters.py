@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from safetensors import safe_open
 
-from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDING, HEADS
+from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDINGS, HEADS
 from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.errors import UserError
 from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter, StepTokens
@@ -57,7 +57,7 @@ class Place:
     part: int
 
 
-_END = re.compile(rf"(?:(?:model|language_model)\.)*(?P<name>{'|'.join((EMBEDDING, *HEADS))})")
+_END = re.compile(rf"(?:(?:model|language_model)\.)*(?P<name>{'|'.join((*EMBEDDINGS, *HEADS))})")
 """The embedding or the output head in an adapter, whatever the model's checkpoints call it."""
 ASIDE = 17
 """Tokens from which A x has a stream of its own. Kernels of smaller products begin while the launch ahead of them
@@ -227,11 +227,14 @@ class AdapterLayers(AdapterMemory):
         assert self.expert_kernels is not None
         named = EXPERT_MODULE.fullmatch(module)
         base = module if named is None else named["experts"]
-        if not base.endswith(".experts") or not self.plan.serves_experts(EXPERT_MODULES):
+        if not self.plan.serves_experts(EXPERT_MODULES):
             return None
         experts = self.experts_of[self.key_of(base)] = AdapterExperts(self, self.expert_kernels, layer, products)
         for part, name in shared.items():
             self.shared_experts[name] = ExpertPlace(experts, f"{part}_proj", layer.count)
+            if part == "gate" and name.endswith("gate_proj"):
+                joined = name.removesuffix("gate_proj") + "gate_up_proj"
+                self.shared_experts[joined] = ExpertPlace(experts, "gate_up_proj", layer.count)
         return experts
 
     @staticmethod
@@ -271,13 +274,17 @@ class AdapterLayers(AdapterMemory):
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
-    def _names_of(self, module: str) -> tuple[str, str]:
+    def _names_of(self, module: str) -> tuple[str, ...]:
         """Returns the names that a module of an adapter may have in the checkpoint."""
         name = self.names.canonical(f"{module}.weight").removesuffix(".weight")
         end = _END.fullmatch(module)
         if end is not None:
-            name = self.names.model["embed" if end["name"] == EMBEDDING else "lm_head"]
-        return name, f"model.{name}"
+            name = self.names.model["embed" if end["name"] in EMBEDDINGS else "lm_head"]
+        layer = LAYER_OF.match(module)
+        if layer is None:
+            return name, f"model.{name}"
+        of_class = self.names.module_of_class(int(layer["number"]), module[layer.end() :])
+        return name, f"model.{name}", of_class
 
     def _refuse_missing(self, files: AdapterFiles) -> None:
         """Raises UserError if the adapter lacks a linear layer that its config names."""
@@ -295,7 +302,7 @@ class AdapterLayers(AdapterMemory):
         model has none of that name or size."""
         names, pair = self._names_of(module), files.pairs[module]
         if names[0] in self.ends_on_other_stages or any(
-            each.startswith(self.on_other_stages) for each in (names[0], LAYER_OF.sub(r"\1.", names[0]))
+            each.startswith(self.on_other_stages) for each in (*names, LAYER_OF.sub(r"\1.", names[0]))
         ):
             return None
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
@@ -306,7 +313,7 @@ class AdapterLayers(AdapterMemory):
         if latents is not None:
             latents.check(module, pair, str(files.folder))
             return latents
-        places = next((self.places[each] for each in names if each in self.places), None)
+        places = next((there for each in names if (there := self._places_of(each)) is not None), None)
         if places is None or pair.experts:
             raise UserError(f"{files.folder}: {module} is not served: {self._why_not(module)}.")
         shard = places[0].shard
@@ -316,6 +323,21 @@ class AdapterLayers(AdapterMemory):
                 f" [{shard.rows.total}, {shard.cols.total}]. Was the adapter made for another model?"
             )
         return ModulePlaces(places)
+
+    def _places_of(self, module: str) -> Sequence[Place] | None:
+        """Returns where the rows of a module lie, also of gate and up in one; None: there is none of that name."""
+        if module in self.places or not module.endswith("gate_up_proj"):
+            return self.places.get(module)
+        start = module.removesuffix("gate_up_proj")
+        halves = [self.places.get(f"{start}{part}_proj") for part in ("gate", "up")]
+        joined: list[Place] = []
+        for i, places in enumerate(halves):
+            if places is None:
+                return None
+            for place in places:
+                rows = place.shard.rows.among(2, i)
+                joined.append(replace(place, shard=place.shard._replace(rows=rows)))
+        return joined
 
     def _of_experts(self, module: str) -> ExpertPlace | None:
         """Returns which experts a module is of; None: it is of none."""

@@ -17,7 +17,7 @@ from sglang.srt.plan.ranks import ShardRange
 
 EXPERT_MODULE = re.compile(r"(?P<experts>.+\.experts)(?:\.(?P<number>\d+))?\.(?P<name>\w+)")
 """A module of one expert, or of all of them."""
-LAYER_OF = re.compile(r"(?:(?:model|backbone|language_model)\.)*(layers\.\d+)\.")
+LAYER_OF = re.compile(r"(?:(?:model|backbone|language_model|llm)\.)*(layers\.(?P<number>\d+))\.")
 """A layer of the decoder in the name of a module."""
 PARTS_OF: Mapping[str, tuple[str, ...]] = {
     "gate_proj": ("gate",), "w1": ("gate",), "up_proj": ("up",), "w3": ("up",), "down_proj": ("down",),

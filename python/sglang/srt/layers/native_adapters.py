@@ -25,7 +25,6 @@ class AdapterWeights:
         b: [S, N, R], times the adapter's factor; columns behind the rank are not read
         ranks: [S] int32, the largest rank of a part; 0: the adapter leaves the layer alone
         parts: [N] int32, the part that each row belongs to
-        scales: [S, 2, N] fp32, by what an adapter multiplies the layer's output, and what it adds to it; None: 1 and 0
         tiles: what a kernel's `prepare` has made of them
     """
 
@@ -33,7 +32,6 @@ class AdapterWeights:
     b: torch.Tensor
     ranks: torch.Tensor
     parts: torch.Tensor
-    scales: torch.Tensor | None = None
     tiles: Any = None
 
 
@@ -82,15 +80,12 @@ def look_up(ids: torch.Tensor, first: int, ordered: Any, weights: AdapterWeights
 
 
 def expand(low: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
-    """Adds B times `shrink`'s result to out [T, N], which is scaled before."""
+    """Adds B times `shrink`'s result to out [T, N]."""
     for slot, rank, rows in _each_adapter(ordered, weights):
-        kept = out[rows].float()
-        if weights.scales is not None:
-            kept = kept * weights.scales[slot, 0] + weights.scales[slot, 1]
         for part in range(weights.a.shape[1]):
             cols = torch.nonzero(weights.parts == part).flatten()
             delta = low[rows, part, :rank].float() @ weights.b[slot][cols, :rank].float().T
-            out[rows[:, None], cols] = (kept[:, cols] + delta).to(out.dtype)
+            out[rows[:, None], cols] = (out[rows[:, None], cols].float() + delta).to(out.dtype)
 
 
 def _each_adapter(slots: torch.Tensor, weights: AdapterWeights) -> Iterator[tuple[int, int, torch.Tensor]]:

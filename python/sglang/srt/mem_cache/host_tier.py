@@ -366,7 +366,7 @@ class HostTier:
 
     def launch(self, decoding: bool = False, num_tokens: int = 0) -> None:
         """Starts the chosen copies; call it after the launch of a step of `num_tokens` tokens. decoding: requests wait
-        for tokens, so copies are paced where ranks all-reduce over the same bus."""
+        for tokens, so copies are paced where ranks all-reduce or experts come over the same bus."""
         self._launches += 1
         if not self._ready and (self._launches % ASK_EVERY != 1 or not self._becomes_ready()):
             return

@@ -6,6 +6,7 @@ without an encoder included.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from sglang.srt.towers.base.patch_places import Grid, num_patches
 from sglang.srt.towers.base.pieces import WHOLE_LAYERS, Cuts
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
+
+logger = logging.getLogger(__name__)
 
 
 class MediaEncoder(Protocol):
@@ -55,6 +58,7 @@ class _CachedItem:
     size: int  # bytes
     features: torch.Tensor | None = None  # None: of a stage without encoder, or the pixels were gone
     users: set[str] = field(default_factory=set)  # ids of the requests whose prompts still need it
+    failed: bool = False  # the encoder did; it tries again for each step that needs the features
 
 
 @dataclass(slots=True)
@@ -168,20 +172,27 @@ class MediaFeatures:
         assert step is not None
         count = step.slices.popleft()
         last = whole or not step.slices
-        sliced = None if step.pieces is None else _continued(step.pieces, None if last else count)
+        sliced: Sequence[torch.Tensor | None] | None = None
+        try:
+            sliced = None if step.pieces is None else _continued(step.pieces, None if last else count)
+        except Exception:
+            self._survive_failure()
+            step.pieces = None  # the last slice computes everything
         if not last:
             return
         self._under_way = None
-        computed = self._computed(step.items) if sliced is None else sliced
+        computed, failed = (sliced, False) if sliced is not None else self._tried(step.items)
         for item, features in zip(step.items, computed, strict=True):
-            self._entries[item.digest] = _CachedItem(self.size_of(item), features)
+            self._entries[item.digest] = _CachedItem(self.size_of(item), features, failed=failed)
         self.num_encoded += len(step.items)
 
     def rows(self, item: MediaItem, index: torch.Tensor) -> torch.Tensor:
         """Returns rows `index` [N] of a cached item, [N, hidden * (1 + deepstack levels)]."""
         entry = self._entries[item.digest]
         if entry.features is None:
-            entry.features = self._computed([item])[0]
+            (entry.features,), entry.failed = self._tried([item])
+        if entry.failed:  # the logits are NaN then, which ends the request with an error
+            return torch.full((len(index), self.width), torch.nan, dtype=self.dtype, device=self.device)
         if entry.features is None:  # the request has ended everywhere else: nobody reads what comes of it
             return torch.zeros((len(index), self.width), dtype=self.dtype, device=self.device)
         return entry.features[index]
@@ -229,6 +240,21 @@ class MediaFeatures:
         except FileNotFoundError:
             return None
         return PatchReader(files, [item.pixels for item in items])
+
+    def _tried(self, items: Sequence[MediaItem]) -> tuple[Sequence[torch.Tensor | None], bool]:
+        """Computes the items' features at once; returns None for each, and True, if the encoder fails."""
+        try:
+            return self._computed(items), False
+        except Exception:
+            self._survive_failure()
+            return [None] * len(items), True
+
+    def _survive_failure(self) -> None:
+        """Lets the requests fail whose features an encoder does not compute, and the server go on; but raises the error
+        again where other ranks wait for this one's part. A GPU that computes nothing any more ends the next step."""
+        if self._agreed is not bool:
+            raise
+        logger.exception("The encoder of images failed; requests with what it was to compute get an error")
 
     def _computed(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor | None]:
         """Computes the items' features at once; None for items whose pixels are gone. A rank that reads late may miss

@@ -163,7 +163,8 @@ class TwoBatchOverlap:
 
     def _batch(self, microbatch: StepInput, loads: LayerWaits | None) -> ForwardBatch:
         arrays = send(self.state.device, **step_arrays(microbatch))
-        batch = self.state.batch(arrays, shape_of(microbatch), microbatch)
+        shape = shape_of(microbatch, self.state.has_adapters(microbatch))
+        batch = self.state.batch(arrays, shape, microbatch)
         batch.loads = loads
         if microbatch.groups is not None:
             batch.exchange = RowExchange.of_step(self.groups, microbatch.groups.num_tokens, self.state.device)

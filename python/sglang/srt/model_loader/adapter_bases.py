@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from sglang.srt.configs.adapters.config import EMBEDDINGS
 from sglang.srt.configs.adapters.files import FLOATS, AdapterFiles
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.checkpoint import Checkpoint, find_checkpoint
@@ -39,7 +40,7 @@ def refuse_changed_bases(files: AdapterFiles, model_path: str, names: WeightMap,
 
 
 def _name_of(module: str, names: WeightMap, tied: bool) -> str:
-    is_embedding = tied or module.endswith("embed_tokens")
+    is_embedding = tied or module.endswith(EMBEDDINGS)
     return names.model["embed" if is_embedding else "lm_head"] + ".weight"
 
 

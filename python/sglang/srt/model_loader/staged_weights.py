@@ -67,6 +67,9 @@ class ServedWeights:
                 "experts lie in main memory (--enable-paged-experts), in a form that is not written twice; keep them"
                 " on more GPUs (--tp-size), or start a server with the new weights"
             )
+        media = plan.description.media
+        if media is not None and media.tower.on_host:
+            return "layers of the encoder lie in main memory (--encoder-in-main-memory); start without the flag"
         if self.model.beside:
             return "the model has parts with checkpoints of their own; start a server with the new weights"
         if any(Path(self.path).glob("*.gguf")) or (Path(self.path) / "gguf.json").exists():

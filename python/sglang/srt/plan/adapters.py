@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.configs.adapters.arguments import MODULES_OF, named_adapters
-from sglang.srt.configs.adapters.config import EMBEDDING, HEADS, MAX_RANK
+from sglang.srt.configs.adapters.config import EMBEDDINGS, HEADS, MAX_RANK
 from sglang.srt.configs.adapters.files import AdapterFiles, read_adapter_files
 from sglang.srt.configs.quant_scheme import EXL3
 from sglang.srt.errors import UserError
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
+from sglang.srt.plan.weight_names import WeightMap
 from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.server_args import ServerArgs
 
@@ -48,6 +49,16 @@ class AdapterPlan:
         """Returns the rank for which there is memory."""
         return -(-self.rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
+    def for_names(self, names: WeightMap) -> AdapterPlan:
+        """Returns the plan with the targets' names in the model's checkpoints, too."""
+        if self.targets is None:
+            return self
+        targets = {part for name in self.targets for part in (name, *MODULES_OF.get(name, ()))}
+        for theirs, ours in names.modules:
+            if theirs.rpartition(".")[2] in self.targets:
+                targets.add(ours.rpartition(".")[2])
+        return replace(self, targets=frozenset(targets))
+
     def serves(self, modules: Iterable[str]) -> bool:
         """Returns whether a layer made of these modules has memory for adapters."""
         return self.targets is None or any(module.rpartition(".")[2] in self.targets for module in modules)
@@ -59,7 +70,7 @@ class AdapterPlan:
     @property
     def serves_embedding(self) -> bool:
         """Returns whether the embedding has memory for adapters."""
-        return self.ends if self.targets is None else EMBEDDING in self.targets
+        return self.ends if self.targets is None else not self.targets.isdisjoint(EMBEDDINGS)
 
     @property
     def serves_head(self) -> bool:
@@ -79,7 +90,8 @@ class AdapterPlan:
                 rows = heads.shares(of_rank.ranks.attn_tp_size).padded_heads * (heads.nope_dim + heads.v_dim)
                 elements += self.room * (rows + 2 * heads.kv_lora_rank)
         model, head = of_rank.model, of_rank.head
-        num_ends = (model.first_stage and self.serves_embedding) + (model.last_stage and self.serves_head)
+        plain = model.first_stage and model.embedding.norm is None
+        num_ends = (plain and self.serves_embedding) + (model.last_stage and self.serves_head)
         elements += num_ends * self.room * (head.rows + head.cols)
         return self.slots * elements * KV_DTYPE_BYTES[dtype]
 
@@ -122,7 +134,7 @@ def layer_matrices(of_rank: RankWeights) -> Iterator[tuple[int, Matrix]]:
     """Yields the linear layers and products of experts of a rank that may have adapters, with their layer's number."""
     for layer, weights in enumerate(of_rank.layers):
         for part in weights:
-            if isinstance(part, Matrix) and (part.experts or part.name in of_rank.model.names.layer):
+            if isinstance(part, Matrix) and part.adapted and (part.experts or part.name in of_rank.model.names.layer):
                 yield layer, part
 
 

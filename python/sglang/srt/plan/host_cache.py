@@ -45,6 +45,9 @@ STEP_TOKENS = 256
 PACED_RATE = 16e9
 """Pace of copies in bytes a second, a third of the bus: where all-reduces are a third of a decode step and take twice
 as long beside a copy, steps are predicted to take at most a ninth longer while one runs."""
+EXPERTS_FIRST = 1 / 8
+"""Pace of copies, as a part of the bus, where experts come over it: a decode step waits for its experts, and takes at
+most a seventh longer while a prefix is copied."""
 SAVE_BYTES = 256 << 20
 """Most bytes of one copy to main memory, so that loads and the steps' own traffic can go in between."""
 
@@ -160,6 +163,7 @@ def plan_host_cache(
     weights: RankBytes | None = None,
     unasked: bool = False,
     sharers: int = 1,
+    experts_rate: float | None = None,
 ) -> tuple[HostCachePlan | None, list[str]]:
     """Plans the pools in main memory. Returns (plan, notes for the user); the plan is None where nothing is kept there.
 
@@ -169,6 +173,7 @@ def plan_host_cache(
         ranks_share, sharers: as in HostCachePlan
         weights: of the rank; None: unknown
         unasked: no flag asks for it, so nothing is said where it has no effect
+        experts_rate: bytes a second at which experts come over the same bus; None: they lie on the GPU
 
     Raises UserError for a size that was asked for and does not fit.
     """
@@ -188,7 +193,7 @@ def plan_host_cache(
     notes = []
     if arch.device == "cpu":
         notes.append("--enable-hierarchical-cache: the cache of a CPU is in main memory already; copies only cost time")
-    once = replace(_scaled(args, groups, device, 1.0, processes), **_rates(args, arch, weights))
+    once = replace(_scaled(args, groups, device, 1.0, processes), **_rates(args, arch, weights, experts_rate))
     if unasked and not _pays(once, weights):
         return None, []
     ratio = _ratio(args, once.total_bytes / sharers, host_available, processes * sharers, unasked)
@@ -197,7 +202,8 @@ def plan_host_cache(
             return None, []
         asked = "" if host_available is None else f" of {host_available / GIB:.2f} GiB"
         return None, [*notes, f"--enable-hierarchical-cache has no effect: too little main memory is free{asked}"]
-    plan = replace(_scaled(args, groups, device, ratio, processes), **_rates(args, arch, weights))
+    rates = _rates(args, arch, weights, experts_rate)
+    plan = replace(_scaled(args, groups, device, ratio, processes), **rates)
     if host_available is not None and plan.total_bytes * processes > host_available:
         raise UserError(
             f"the prefix cache in main memory takes {plan.total_bytes / GIB:.2f} GiB for each of {processes} pools, but"
@@ -207,13 +213,14 @@ def plan_host_cache(
     return replace(plan, ranks_share=ranks_share, sharers=sharers), notes
 
 
-def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None) -> dict[str, Any]:
+def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None, experts_rate: float | None) -> dict[str, Any]:
     """Returns the fields of the plan about the cost of copies and what they overlap with."""
-    adds_up_over_bus = args.tp_size > 1 and "nvlink" not in arch.features
+    limits = [PACED_RATE] if args.tp_size > 1 and "nvlink" not in arch.features else []
+    limits += [EXPERTS_FIRST * experts_rate] if experts_rate else []
     return {
         "weight_bytes": 0 if weights is None else weights.all,
         "memory_over_bus": arch.bandwidth / BUS_RATE if arch.bandwidth else MEMORY_OVER_BUS,
-        "paced_rate": PACED_RATE if adds_up_over_bus else None,
+        "paced_rate": min(limits, default=None),
     }
 
 

@@ -10,6 +10,8 @@ from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 
+ENCODER = "--encoder-in-main-memory"
+
 
 def has_tables(model: ModelDescription) -> bool:
     """Returns whether any layer has n-gram tables."""
@@ -43,8 +45,22 @@ def with_embeddings(model: ModelDescription) -> ModelDescription:
     return replace(model, embedding=embedding, layers=layers)
 
 
+def with_encoder(model: ModelDescription) -> ModelDescription:
+    """Returns the model with the layers of its encoder of images in main memory. Raises UserError if there are none."""
+    media = model.media
+    if model.transformers_class is not None:
+        raise UserError(f"{ENCODER}: the encoder of a class of transformers stays in GPU memory. Remove the flag.")
+    if media is None:
+        raise UserError(f"{ENCODER}: no images are read here ({model.title}). Remove the flag.")
+    tower = replace(media.tower, on_host=True)
+    if not tower.streamed_layers():
+        raise UserError(f"{ENCODER}: the encoder of {model.title} is a single layer. Remove the flag.")
+    return replace(model, media=replace(media, tower=tower))
+
+
 def host_table_bytes(model: ModelDescription, parallel: ParallelConfig) -> int:
-    """Returns the bytes of tables in host memory, for each rank of the stage that has them."""
+    """Returns the bytes of tables in host memory, and of layers of an encoder, for each rank of the stage that has
+    them."""
     tables = (table for layer in model.layers if (table := layer.ngrams.table))
     ngrams = sum(
         table.table_elements(parallel.attn_tp_size) * KV_DTYPE_BYTES[table.table_dtype or parallel.dtype]
@@ -57,6 +73,8 @@ def host_table_bytes(model: ModelDescription, parallel: ParallelConfig) -> int:
         elements += -(-model.vocab_size // ranks) * model.hidden_size
     if per_layer is not None and per_layer.on_host:
         elements += per_layer.table_elements(ranks)
+    if model.media is not None and model.media.tower.on_host:
+        elements += sum(model.media.tower.layer_sizes())
     total: int = ngrams + elements * KV_DTYPE_BYTES[parallel.dtype]
     return total
 
@@ -64,8 +82,11 @@ def host_table_bytes(model: ModelDescription, parallel: ParallelConfig) -> int:
 def host_table_note(model: ModelDescription, size: int) -> str:
     """Returns the note for the user about tables of `size` bytes."""
     where = f"in pinned host memory, {size / 1024**3:.2f} GiB for each GPU that has them"
+    of_encoder = model.media is not None and model.media.tower.on_host
+    embeds = model.embedding.on_host or bool(model.per_layer_inputs and model.per_layer_inputs.on_host)
     if not any(table.on_host for layer in model.layers if (table := layer.ngrams.table)):
-        return f"embeddings lie {where}"
+        what = [*["embeddings"] * embeds, *["the layers of the encoder"] * of_encoder]
+        return f"{' and '.join(what)} lie {where}"
     return (
         f"the tables of n-grams lie {where}; in GPU memory their rows would be read faster: more GPUs (--tp-size), or"
         " --no-ple-offload-embedding where they fit"

@@ -38,7 +38,7 @@ from sglang.srt.plan.draft_plan import (
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import FETCHED, UNKNOWN, MainMemory, SlotCounts, bus_rate
 from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, processes_of, why_not, with_slots
-from sglang.srt.plan.host_tables import has_tables, with_embeddings, with_tables
+from sglang.srt.plan.host_tables import ENCODER, has_tables, with_embeddings, with_encoder, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
@@ -122,6 +122,10 @@ class ModelPlanner:
         model = with_tables(model, args.ple_offload_embedding and self.arch.device != "cpu")
         if args.embed_in_main_memory and self.arch.device != "cpu":
             model = with_embeddings(model)
+        if args.encoder_in_main_memory and self.arch.device != "cpu":
+            if self.arch.unified_memory:
+                raise UserError(f"{ENCODER}: the memory of {self.arch.product} is main memory. Remove the flag.")
+            model = with_encoder(model)
         model = with_slots(model, self.slots)
         threads = self._cpu_threads(model, ranks)
         if threads and self.slots is not None:
@@ -214,6 +218,7 @@ class ModelPlanner:
         wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
         if adapters is not None:
             check_adapters(adapters, model)
+            adapters = adapters.for_names(model.names)
             ops = ("add_adapters", "add_expert_adapters") if adds_to_pairs(model) else ("add_adapters",)
             wanted = (*wanted, *(Need(op, q_dtype=parallel.dtype) for op in ops))
         chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)

@@ -378,9 +378,7 @@ def make_plan(
             stage.model.hidden_size,
             sizes.decode_rows * parallel.ranks.attn_dp_size,
         ),
-        two_batch_overlap=None
-        if trial.adapters is not None
-        else two_batch_rule(
+        two_batch_overlap=two_batch_rule(
             args, None if links is None else links.library_topology, trial.description, trial.chosen.by_key()
         ),
         decode_interval=interval_rule(args, trial.description),
@@ -410,9 +408,9 @@ def _with_main_memory(
     stages have equally many tokens. `everything`: the model with the layers of a draft."""
     parallel, memory = trial.parallel, plan.memory
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
+    slots = trial.expert_slots
     if host_bytes is not None:
         taken = memory.weights + memory.caches if plan.device == "cpu" else 0
-        slots = trial.expert_slots
         of_experts = 0 if slots is None or plan.device == "cpu" else slots.host_bytes * slots.banks
         host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes - of_experts)
     weights_copy, said = plan_weights_copy(args, memory.weights, processes, host_bytes)
@@ -433,6 +431,7 @@ def _with_main_memory(
         weights,
         unasked,
         sharers,
+        None if slots is None else slots.rate,
     )
     warnings = (*plan.warnings, *said, *notes)
     return replace(plan, host_cache=host_cache, weights_copy=weights_copy, warnings=warnings)

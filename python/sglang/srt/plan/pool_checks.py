@@ -59,6 +59,7 @@ def flag_notes(
     if on_cpu:
         asked = {
             "--embed-in-main-memory": args.embed_in_main_memory,
+            "--encoder-in-main-memory": args.encoder_in_main_memory,
             "--ple-offload-embedding": args.ple_offload_embedding,
         }
         notes += [f"{name} has no effect: on a CPU all weights lie in main memory" for name, on in asked.items() if on]

@@ -71,6 +71,10 @@ class WeightMap:
     unread: tuple[str, ...] = ()
     """Beginnings of names of tensors that are not loaded: layers that only drafts use, encoders of other inputs."""
 
+    modules: tuple[tuple[str, str], ...] = ()
+    """Pairs of what the names of a layer's modules begin with in transformers' class, as adapters have them, and in
+    checkpoints, where these differ."""
+
     def checkpoint_name(self, name: str, key: PartKey) -> str:
         """Returns the name of the checkpoint tensor that is part `key` of our parameter `name`
         ("layers.0.attn.qkv.weight")."""
@@ -79,6 +83,14 @@ class WeightMap:
             _, number, module = module.split(".", 2)
             return f"{self.layer_module(int(number), key.module or module, key.part, key.expert)}.{leaf}"
         return f"{self.model[module].format(part=self._part(key.part))}.{leaf}".removeprefix(".")
+
+    def module_of_class(self, layer: int, module: str) -> str:
+        """Returns the checkpoint's name of what transformers' class calls `module` in a layer."""
+        for theirs, ours in self.modules:
+            if module.startswith(theirs):
+                module = ours + module.removeprefix(theirs)
+                break
+        return self.layer_prefix.format(layer=layer) + module
 
     def layer_module(self, layer: int, module: str, part: str = "", expert: int = 0) -> str:
         """Returns the checkpoint's name of the module of a layer that holds this part of our module ("attn.qkv",
@@ -182,7 +194,7 @@ RECURRENT_NAMES: Mapping[str, str] = {
 }
 KIMI_DELTA_NAMES: Mapping[str, str] = {
     "kda": "self_attn",
-    **{f"kda.{name}": "self_attn.{part}_proj" for name in ("in", "low", "beta", "decay", "gate")},
+    **{f"kda.{name}": "self_attn.{part}_proj" for name in ("in", "low", "beta", "decay", "gate", "decay_gate")},
     "kda.conv": "self_attn.{part}_conv1d",
     "kda.norm": "self_attn.o_norm",
     "kda.out": "self_attn.o_proj",

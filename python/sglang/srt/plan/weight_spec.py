@@ -16,6 +16,7 @@ class Matrix:
         layers share has room for `buffered` of the others
     part_rows: rows of each part, where these are not equal
     quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
+    adapted: False: no LoRA adapter may change it
     """
 
     name: str
@@ -28,6 +29,7 @@ class Matrix:
     dtype: str | None = None
     slots: int = 0
     buffered: int = 0
+    adapted: bool = True
     part_rows: tuple[int, ...] = ()
 
     @property

@@ -28,7 +28,7 @@ def launch_adapters() -> None:
             empty(SLOTS, rows, room),
             empty(SLOTS, dtype=torch.int32),
             empty(rows, dtype=torch.int32),
-            tiles=adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
+            adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
         )
         with named("add_adapters", "all"):
             chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
@@ -37,16 +37,14 @@ def launch_adapters() -> None:
 
 
 def launch_adapters_of_ends() -> None:
-    """Those of the embedding, of the output head, whose logits are in 32 bits, and of layers whose output adapters
-    scale."""
+    """Those of the embedding, and of the output head, whose logits are in 32 bits."""
     for room, tokens in itertools.product((16, 64, 128), (1, 100, 2000)):
-        for rows, size, end in ((4096, 151936, "embedding"), (151936, 4096, "head"), (6144, 4096, "scaled")):
+        for rows, size, end in ((4096, 151936, "embedding"), (151936, 4096, "head")):
             weights = AdapterWeights(
                 empty(SLOTS, 1, room, size),
                 empty(SLOTS, rows, room),
                 empty(SLOTS, dtype=torch.int32),
                 empty(rows, dtype=torch.int32),
-                empty(SLOTS, 2, rows, dtype=torch.float32) if end == "scaled" else None,
                 adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
             )
             with named("add_adapters", end):

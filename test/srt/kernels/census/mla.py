@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.blocks.mla.kernels import latent_pack, latent_prompt, latent_store
 from sglang.srt.blocks.mla.spec import MLA, Indexer
+from sglang.srt.blocks.recurrent_state.kernels import gated_norm
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
@@ -32,6 +33,8 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
     if mixer.indexer is not None:
         launch_indexer(mixer.indexer, 1, arch)
         _index_rows(mixer.indexer, mixer.rope_dim)
+    if mixer.gate is not None:
+        gated_norm.attention_head_gate(empty(8, shape.num_heads * mixer.v_dim), empty(8, shape.num_heads))
     heads, dim, rank, rot = shape.num_heads, mixer.latent_dim, mixer.kv_lora_rank, mixer.rope_dim
     head_dim, v_dim = prompt = (mixer.qk_dim, mixer.v_dim)
     # The latent is a part of the product that makes q's latent too, or queries.

@@ -144,13 +144,13 @@ class CompressedSparse(MixerDefaults):
             dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
             parts += self._compressor(hidden_size, "attn.index_compressor", dim)
             parts.append(Matrix("attn.index_q", ("",), index_heads * dim, self.q_lora_rank))
-            parts.append(Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False))
+            parts.append(Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False, adapted=False))
         return tuple(parts)
 
     def _compressor(self, hidden_size: int, name: str, dim: int) -> tuple[Matrix | Elements, ...]:
         width = self.overlap * dim
         return (
-            Matrix(name, ("wkv", "wgate"), 2 * width, hidden_size, quantized=False),
+            Matrix(name, ("wkv", "wgate"), 2 * width, hidden_size, quantized=False, adapted=False),
             Elements(self.rate * width, "float32"),  # a bias for each place in a run
             Elements(dim),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,7 @@ QKV = ("q", "k", "v")
 
 class KimiDeltaAttention(SumsInOutput):
     """Kimi delta attention, [T, H] -> [T, H]: projections to q, k and v; a causal convolution of each; the gated delta
-    rule with a decay per key channel; a norm of each head times a sigmoid gate; the output projection. Every rank
-    computes the low-rank projections of decays and gates completely."""
+    rule with a decay per key channel; a norm of each head times a sigmoid gate; the output projection."""
 
     def __init__(self, scope: Scope, spec: KimiDelta, site: Site) -> None:
         group = scope.groups.attention
@@ -33,12 +33,9 @@ class KimiDeltaAttention(SumsInOutput):
         rows = shares.scale_dims(spec.head_dim)
         self.spec, self.num_heads, self.eps = spec, shares.count, site.model.norm_eps
         self.heads = Heads(self.num_heads, self.num_heads, spec.head_dim, spec.head_dim)
-        low = whole(spec.head_dim)
         self.in_proj = _columns(scope.sub("in"), dict.fromkeys(QKV, rows))
-        self.low = _columns(scope.sub("low"), {"f_a": low, "g_a": low})
         self.beta = _columns(scope.sub("beta"), {"b": shares})
-        self.decay = _columns(scope.sub("decay"), {"f_b": rows})
-        self.gate = _columns(scope.sub("gate"), {"g_b": rows})
+        self.decays_and_gates = (_full_rank if spec.full_rank else _low_rank)(scope, spec, rows)
         weight = _conv_weight(scope.sub("conv"), rows, spec.conv_kernel)
         self.conv = Convolution(weight, None, 2 * self.num_heads, spec.head_dim)
         self.a_log = _a_log(scope, shares)
@@ -53,12 +50,38 @@ class KimiDeltaAttention(SumsInOutput):
         self.out = RowParallelLinear(out, rows, out.matrix(), group=group)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        of_decay, of_gate = self.low(x).chunk(2, dim=-1)
-        decays = self.decay(of_decay.contiguous()).unflatten(-1, (self.num_heads, self.spec.head_dim))
+        decays, gate = self.decays_and_gates(x)
+        decays = decays.unflatten(-1, (self.num_heads, self.spec.head_dim))
         gates = Gates(decays, self.beta(x), self.a_log, self.dt_bias)
         out = self.core(self.in_proj(x), self.conv, gates, batch)
-        gate = self.gate(of_gate.contiguous())
         return self.out(self.norm(out, gate, self.norm_weight, self.eps, sigmoid=True))
+
+
+Projection = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Makes the inputs of decays and the output's gates of the hidden states, [T, heads * D] each."""
+
+
+def _low_rank(scope: Scope, spec: KimiDelta, rows: ShardRange) -> Projection:
+    """Builds low-rank projections, the first of which every rank computes completely."""
+    rank = whole(spec.head_dim)
+    low = _columns(scope.sub("low"), {"f_a": rank, "g_a": rank})
+    decay, gate = (_columns(scope.sub(name), {part: rows}) for name, part in (("decay", "f_b"), ("gate", "g_b")))
+
+    def project(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_decay, of_gate = low(x).chunk(2, dim=-1)
+        return decay(of_decay.contiguous()), gate(of_gate.contiguous())
+
+    return project
+
+
+def _full_rank(scope: Scope, spec: KimiDelta, rows: ShardRange) -> Projection:
+    both = _columns(scope.sub("decay_gate"), {"f": rows, "g": rows})
+
+    def project(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decay, gate = both(x).chunk(2, dim=-1)
+        return decay.contiguous(), gate.contiguous()
+
+    return project
 
 
 def _columns(scope: Scope, projections: dict[str, ShardRange]) -> ColumnParallelLinear:

@@ -18,7 +18,7 @@ class KimiDelta(MixerDefaults):
     """Kimi delta attention (arXiv 2510.26692): the gated delta rule after a causal convolution over `conv_kernel`
     tokens, with a decay for each channel of a key. A head has queries, keys and values of `head_dim` and keeps a state
     [head_dim, head_dim] of `state_dtype`. Low-rank projections of the hidden states (rank `head_dim`) make the decays
-    and the output's sigmoid gates.
+    and the output's sigmoid gates; with `full_rank` one projection makes each.
 
     The log of a decay lies between `lower_bound` and 0; `lower_bound` 0: no limit.
     """
@@ -28,6 +28,7 @@ class KimiDelta(MixerDefaults):
     conv_kernel: int
     lower_bound: float = 0.0
     state_dtype: str = "float32"
+    full_rank: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -55,12 +56,15 @@ class KimiDelta(MixerDefaults):
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, width, rank = self.num_heads // tp_size, self.width(tp_size), self.head_dim
+        first = Matrix("kda.low", ("f_a", "g_a"), 2 * rank, hidden_size)
+        others: Weights = (Matrix("kda.decay", ("f_b",), width, rank), Matrix("kda.gate", ("g_b",), width, rank))
+        if self.full_rank:
+            first, others = Matrix("kda.decay_gate", ("f", "g"), 2 * width, hidden_size), ()
         return (
             Matrix("kda.in", ("q", "k", "v"), 3 * width, hidden_size),
-            Matrix("kda.low", ("f_a", "g_a"), 2 * rank, hidden_size),
+            first,
             Matrix("kda.beta", ("b",), heads, hidden_size, quantized=False),
-            Matrix("kda.decay", ("f_b",), width, rank),
-            Matrix("kda.gate", ("g_b",), width, rank),
+            *others,
             Matrix("kda.out", ("",), hidden_size, width),
             Elements(3 * width * self.conv_kernel + self.head_dim),
             Elements(heads + width, "float32"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from sglang.srt.blocks.gqa.reference import ATTENTION_HEAD_GATE
 from sglang.srt.blocks.mla.reference import LATENT_ABSORB
 from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.latent_adapters import LatentAdapters, LatentDims
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Scope, WeightShard
+from sglang.srt.plan.attention_parts import HeadGate
 from sglang.srt.plan.ranks import ShardRange, whole
 
 
@@ -21,7 +25,8 @@ class LatentHeads(SumsInOutput):
         self.spec, self.per_head = spec, scope.plan.entry(LATENT_ABSORB)
         shares = spec.shares(scope.groups.attention.size)
         self.num_heads = shares.padded_heads
-        self._build_projections(scope, site.model.hidden_size, shares.heads(scope.groups.attention.rank))
+        self.head_rows = shares.heads(scope.groups.attention.rank)
+        self._build_projections(scope, site.model.hidden_size, self.head_rows)
 
     def _build_projections(self, scope: Scope, hidden_size: int, heads: ShardRange) -> None:
         spec, rank = self.spec, self.spec.kv_lora_rank
@@ -62,3 +67,24 @@ class LatentHeads(SumsInOutput):
         by_head = weight.unflatten(0, (self.num_heads, -1))
         self.w_uk = by_head[:, : self.spec.nope_dim]  # [heads, nope, rank]
         self.w_uv = by_head[:, self.spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]
+
+
+class OutputGate:
+    """The sigmoid gate of each head of the output. Its projection has fewer rows than a block of scales: every rank
+    holds all of it in the model's dtype, even if the checkpoint quantizes it, and computes the gates of its heads."""
+
+    def __init__(self, scope: Scope, spec: HeadGate, site: Site, heads: ShardRange) -> None:
+        assert not spec.softplus
+        self.heads = heads
+        shard = WeightShard("", whole(heads.total), whole(site.model.hidden_size))
+        scope.quant.create_unpacked(scope.sub("head_gate"), shard, self._take)
+        self.linear, self.multiply = scope.plan.entry(LINEAR), scope.plan.entry(ATTENTION_HEAD_GATE)
+
+    def _take(self, weight: torch.Tensor) -> None:
+        rows = weight[self.heads.run]
+        missing = self.heads.padded_count - self.heads.count
+        self.weight = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Returns out [T, heads * D] with each head times its gate, made of x [T, H]."""
+        return self.multiply(out, self.linear(x, self.weight, None))

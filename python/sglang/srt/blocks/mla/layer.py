@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.mla.heads import LatentHeads
+from sglang.srt.blocks.mla.heads import LatentHeads, OutputGate
 from sglang.srt.blocks.mla.indexer import LightningIndexer
 from sglang.srt.blocks.mla.reference import (
     LATENT_NORM_ROPE_STORE,
@@ -76,6 +76,7 @@ class LatentAttention(LatentHeads):
         self.rotary, self.is_neox_style = site.rotary.of(spec.rope), spec.rope.is_neox_style
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
         self.norm = scope.plan.entry(RMSNORM)
+        self.gate = None if spec.gate is None else OutputGate(scope, spec.gate, site, self.head_rows)
         self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
         self.pack = self._packing(scope.plan) if spec.packed(kv_dtype) else None
         self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION)
@@ -133,7 +134,8 @@ class LatentAttention(LatentHeads):
             self._expanded(q, absorbed, entries, batch, metadata, out)
         else:
             self._absorbed(absorbed, entries, batch, out)
-        return self.out(out.flatten(1))
+        heads = out.flatten(1)
+        return self.out(heads if self.gate is None else self.gate(heads, x))
 
     def _select(
         self,

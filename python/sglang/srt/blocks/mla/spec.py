@@ -12,6 +12,7 @@ from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import (
     AttentionTemperature,
+    HeadGate,
 )
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
 from sglang.srt.plan.cache_spec import (
@@ -78,6 +79,7 @@ class MLA(MixerDefaults):
         top_k: > 0: attention is over that many tokens, selected by `indexer`; None: by the last layer before that has
             one
         input_size: as in GQA
+        gate: of each head of the output
     """
 
     num_heads: int
@@ -91,6 +93,7 @@ class MLA(MixerDefaults):
     indexer: Indexer | None = None
     input_size: int = 0
     attn_temperature: AttentionTemperature | None = None
+    gate: HeadGate | None = None
 
     @property
     def sparse(self) -> bool:
@@ -217,6 +220,8 @@ class MLA(MixerDefaults):
             yield parallel.need("latent_record_store", latent)
         elif self.packed(parallel.kv_dtype):
             yield parallel.need("latent_pack_store", latent, ["mla"])
+        if self.gate is not None:
+            yield from self.gate.needs(parallel)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         record = self.record(parallel.kv_dtype)
@@ -256,12 +261,16 @@ class MLA(MixerDefaults):
         ]
         if self.q_lora_rank:
             parts.append(Matrix("attn.q_b", ("",), q_rows, self.q_lora_rank))
+        if self.gate is not None:  # every rank holds all of it
+            parts += self.gate.weights(self.num_heads, width)
         if self.indexer is not None:
             dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
             parts += (
                 Matrix("attn.index_q", ("",), index_heads * dim, q_cols),
                 Matrix("attn.index_k", ("",), dim, width),
-                Matrix("attn.index_weights", ("",), index_heads, width, quantized=False, dtype="float32"),
+                Matrix(
+                    "attn.index_weights", ("",), index_heads, width, quantized=False, dtype="float32", adapted=False
+                ),
                 Elements(2 * dim, "float32"),
             )
         return tuple(parts)

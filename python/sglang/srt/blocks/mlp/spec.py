@@ -74,8 +74,16 @@ class Dense(FeedForwardDefaults):
         """Returns the weights of a rank, named with `prefix`: gate (where there is one) and up stacked, and down."""
         parts, rows, quantized = up_parts(self.activation), self.padded_rows(tp_size), not self.alternating
         return (
-            Matrix(f"{prefix}.gate_up", parts, len(parts) * rows, hidden_size, self.bias, quantized=quantized),
-            Matrix(f"{prefix}.down", ("down",), hidden_size, rows, self.bias, quantized=quantized),
+            Matrix(
+                f"{prefix}.gate_up",
+                parts,
+                len(parts) * rows,
+                hidden_size,
+                self.bias,
+                quantized=quantized,
+                adapted=quantized,
+            ),
+            Matrix(f"{prefix}.down", ("down",), hidden_size, rows, self.bias, quantized=quantized, adapted=quantized),
             Elements(int(self.scaled), "float32"),
         )
 

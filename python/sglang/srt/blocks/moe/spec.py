@@ -188,7 +188,7 @@ class MoE(FeedForwardDefaults):
         up, width = up_parts(self.activation), self.latent_size or hidden_size
         scored, numbers = self.num_experts + router.sinks, (self.slots, self.buffered)
         parts: list[Matrix | Elements] = [
-            Matrix("moe.router", ("",), scored, hidden_size, router.bias, quantized=False, dtype=dtype),
+            Matrix("moe.router", ("",), scored, hidden_size, router.bias, quantized=False, dtype=dtype, adapted=False),
             Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts).in_slots(*numbers),
             Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts).in_slots(*numbers),
         ]

@@ -69,8 +69,8 @@ class PooledLatent(PooledSelection[MLA]):
             *self.heads.weights(hidden_size, tp_size),
             Matrix("attn.index_q", ("",), index_heads * dim, self.heads.q_lora_rank),
             Matrix("attn.index_k", ("",), dim, hidden_size),
-            Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False),
-            Matrix("attn.index_pool", ("",), dim, hidden_size, quantized=False),
+            Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False, adapted=False),
+            Matrix("attn.index_pool", ("",), dim, hidden_size, quantized=False, adapted=False),
             Elements((2 + self.block) * dim, "float32"),
         )
 

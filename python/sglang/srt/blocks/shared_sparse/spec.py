@@ -109,11 +109,15 @@ class SharedSparse(CompressedSparse):
             return tuple(parts)
         dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
         parts.append(Matrix("attn.index_q", ("",), index_heads * dim, self.q_lora_rank))
-        parts.append(Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False))
+        parts.append(Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False, adapted=False))
         if self.makes:
             names = ("wkv", "wgate") if self.rate > 1 else ("wkv",)
-            parts.append(Matrix("attn.compressor", names, len(names) * self.head_dim, hidden_size, quantized=False))
-            parts.append(Matrix("attn.index_k", ("",), dim, self.head_dim, quantized=False))
+            parts.append(
+                Matrix(
+                    "attn.compressor", names, len(names) * self.head_dim, hidden_size, quantized=False, adapted=False
+                )
+            )
+            parts.append(Matrix("attn.index_k", ("",), dim, self.head_dim, quantized=False, adapted=False))
             parts.append(Elements(self.head_dim + dim))
         return tuple(parts)
 

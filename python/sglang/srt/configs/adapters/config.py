@@ -47,7 +47,7 @@ _PLAIN_INITS = frozenset({"default", "gaussian", "orthogonal", "eva"})
 PATTERN_SECONDS = 0.1
 """The longest that a pattern of an adapter may take to match one name: it is a program that strangers write."""
 MAX_PATTERN = 1024
-EMBEDDING, HEADS = "embed_tokens", ("lm_head", "unembed_tokens")
+EMBEDDINGS, HEADS = ("embed_tokens", "embeddings"), ("lm_head", "unembed_tokens")
 """Last names of the embedding, and of the output head, in adapters."""
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -90,7 +90,7 @@ class AdapterConfig:
     def expects(self, module: str) -> bool:
         """Returns whether the adapter may have A and B of a module."""
         targets = self.targets
-        if self.tied and targets is not None and any(_ends(EMBEDDING, name) for name in targets):
+        if self.tied and targets is not None and any(_ends(end, name) for end in EMBEDDINGS for name in targets):
             targets = (*targets, *HEADS)
         if targets is not None and not any(_ends(name, module) for name in targets):
             return False

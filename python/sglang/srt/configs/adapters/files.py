@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDING, HEADS, AdapterConfig, read_adapter_config
+from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDINGS, HEADS, AdapterConfig, read_adapter_config
 from sglang.srt.configs.checkpoint_header import Stored, file_tensors
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.errors import UserError
@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 64 << 20
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PREFIXES = ("base_model.model.", "base_model.")
 _PAIR = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
-_BASE = re.compile(rf"(?P<module>(?:.+\.)?(?:{'|'.join((EMBEDDING, *HEADS))}))\.base_layer\.weight")
+_BASE = re.compile(rf"(?P<module>(?:.+\.)?(?:{'|'.join((*EMBEDDINGS, *HEADS))}))\.base_layer\.weight")
 """The weight of the base model that PEFT saves with adapters of the embedding and of the output head."""
 _FLAT = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
 """The module that PEFT names for parameters of all experts: it wraps the module for each of them once more, first for

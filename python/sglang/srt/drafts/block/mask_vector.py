@@ -53,8 +53,8 @@ def read_mask_vector(path: Path, size: int, mask_token: int) -> torch.Tensor:
             raise UserError(f"{path} is for mask token {stored['mask_token_id']}, and config.json names {mask_token}.")
         stored = next((stored[name] for name in _NAMES if name in stored), None)
     if not isinstance(stored, torch.Tensor) or stored.numel() != size or not stored.is_floating_point():
-        found = list(stored.shape) if isinstance(stored, torch.Tensor) else type(stored).__name__
-        raise UserError(f"{path} must hold one vector of {size} numbers; it holds {found}.")
+        shape = list(stored.shape) if isinstance(stored, torch.Tensor) else type(stored).__name__
+        raise UserError(f"{path} must hold one vector of {size} numbers; it holds {shape}.")
     if not stored.isfinite().all():
         raise UserError(f"{path} has a NaN or an infinity.")
     return stored.reshape(size)

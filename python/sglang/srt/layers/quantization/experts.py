@@ -34,6 +34,7 @@ from sglang.srt.layers.parameter import (
     random_codes,
 )
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
+from sglang.srt.layers.quantization.experts_alternating import FORM as ALTERNATING
 from sglang.srt.layers.quantization.experts_alternating import AlternatingExperts, alternates
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
 from sglang.srt.layers.quantization.experts_fused import FUSED, PROJECTIONS, FusedForm, FusedLeaf, then
@@ -148,7 +149,8 @@ def _adapters(scope: Scope, sizes: ExpertSizes, products: tuple[ExpertProduct, E
         shared = {part: of_layer.sub("gate_up").module(part) for part in sizes.w13.parts}
         shared["down"] = of_layer.sub("down").module("down")
     fused = FUSED.get(sizes.form)
-    alternating = fused is not None and fused.alternating
+    # Adapters have the rows as transformers' class has them, which separates Inkling's.
+    alternating = fused is not None and fused.alternating and sizes.form != ALTERNATING
     layer = LayerExperts(sizes.num_experts, sizes.local, sizes.padded_experts, alternating)
     return scope.adapters.experts(layer, [rows_of(product) for product in products], module, shared)
 

@@ -29,8 +29,6 @@ ORDERED_AT_ONCE = 1024
 SHRINK_R, EXPAND_R = 64, 32
 """Most rows of A, and columns of B, that a program has at once."""
 BLOCK_K = 128
-PROGRAMS = 1536
-"""Programs from which more of them, each with fewer chunks, gain nothing when they multiply by B."""
 MOST_SPANS = 16
 TILE = 128
 """Columns of the output that a row of `tiles` stands for; all of one part."""
@@ -40,11 +38,10 @@ TILE = 128
 class Chunks:
     """The tokens of a step by adapter. order [T] int32: tokens, those without an adapter somewhere or not at all;
     table [C, 3] int32: of a chunk its adapter's slot counted from 1 (0: an empty one), and the first place in `order`
-    and the number of its tokens, at most `rows`; used [1] int32: how many chunks are not empty, which come first."""
+    and the number of its tokens, at most `rows`."""
 
     order: torch.Tensor
     table: torch.Tensor
-    used: torch.Tensor
     rows: int
 
 
@@ -58,9 +55,7 @@ class Tiles:
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_chunks"])
-def order_kernel(
-    slots, order, chunks, used, num_tokens, num_slots, num_chunks, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+def order_kernel(slots, order, chunks, num_tokens, num_slots, num_chunks, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """One program, at most BLOCK tokens and chunks."""
     at = tl.arange(0, BLOCK)
     slot = tl.load(slots + at, mask=at < num_tokens, other=0)
@@ -75,7 +70,6 @@ def order_kernel(
         tl.store(row + 2, tl.minimum(count - at * ROWS, ROWS), mask=some)
         begin += count
         chunk += tl.cdiv(count, ROWS)
-    tl.store(used, chunk)
     for column in tl.static_range(3):
         tl.store(chunks + (chunk + at) * 3 + column, tl.zeros((BLOCK,), tl.int32), mask=chunk + at < num_chunks)
 
@@ -170,10 +164,8 @@ def expand_kernel(
     b,
     order,
     chunks,
-    used,
     ranks,
     tiles,  # [tiles, 3] int32
-    scales,  # [S, 2, N] fp32, only read if SCALED
     out,
     num_tokens,
     N,
@@ -186,46 +178,37 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program has the same columns of several chunks. What it reads before it waits is older than A x."""
+    chunk = chunks + tl.program_id(0) * 3
+    slot, first, count = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     tile = tiles + tl.program_id(1) // (TILE // BLOCK_N) * 3
     begin = tl.multiple_of(tl.load(tile), ALIGNED) + tl.program_id(1) % (TILE // BLOCK_N) * BLOCK_N
     end, part = tl.load(tile + 1), tl.load(tile + 2)
-    row, col, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    inside = begin + col < end
-    stride = num_tokens.to(tl.int64) * width
-    for number in range(tl.program_id(0), tl.load(used), tl.num_programs(0)):
-        chunk = chunks + number * 3
-        index, first, count = tl.load(chunk) - 1, tl.load(chunk + 1), tl.load(chunk + 2)
-        some = row < count
-        token = tl.load(order + first + row, mask=some, other=0)
-        rank = tl.load(ranks + index)
-        b_rows = b + (index.to(tl.int64) * N + begin) * R + (col[None, :] * R + r[:, None])
-        weight = tl.load(b_rows, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
-        at = out + token.to(tl.int64)[:, None] * out_stride + begin + col[None, :]
-        changes = some[:, None] & inside[None, :]
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        if rank > 0:
-            kept = tl.load(at, mask=changes, other=0.0).to(tl.float32)
-            if SCALED:
-                scale = scales + index.to(tl.int64) * (2 * N) + begin + col
-                kept *= tl.load(scale, mask=inside, other=0.0)[None, :]
-                kept += tl.load(scale + N, mask=inside, other=0.0)[None, :]
-            low_rows = low + (first + row).to(tl.int64)[:, None] * width + part * R + r[None, :]
-            here = some[:, None] & (r < rank)[None, :]
-            delta = tl.dot(sum_of_spans(low_rows, stride, here, SPANS, b.dtype.element_ty), weight)
-            for start in range(BLOCK_R, rank, BLOCK_R):
-                more = start + r < rank
-                weight = tl.load(b_rows + start, mask=more[:, None] & inside[None, :], other=0.0)
-                here = some[:, None] & more[None, :]
-                delta = tl.dot(sum_of_spans(low_rows + start, stride, here, SPANS, b.dtype.element_ty), weight, delta)
-            tl.store(at, (kept + delta).to(out.dtype.element_ty), mask=changes)
-    if PDL:  # also without a chunk: the kernel behind this one relies on the one ahead
+    place, col, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    some, inside = (place < count) & (slot > 0), begin + col < end
+    index = tl.maximum(slot, 1) - 1
+    token = tl.load(order + first + place, mask=some, other=0)
+    rank = tl.where(slot > 0, tl.load(ranks + index), 0)
+    b_rows = b + (index.to(tl.int64) * N + begin) * R + (col[None, :] * R + r[:, None])
+    weight = tl.load(b_rows, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+    at = out + token.to(tl.int64)[:, None] * out_stride + begin + col[None, :]
+    changes = some[:, None] & inside[None, :]
+    if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if rank > 0:
+        before = tl.load(at, mask=changes, other=0.0)
+        stride = num_tokens.to(tl.int64) * width
+        low_rows = low + (first + place).to(tl.int64)[:, None] * width + part * R + r[None, :]
+        here = some[:, None] & (r < rank)[None, :]
+        delta = tl.dot(sum_of_spans(low_rows, stride, here, SPANS, b.dtype.element_ty), weight)
+        for start in range(BLOCK_R, rank, BLOCK_R):
+            more = start + r < rank
+            weight = tl.load(b_rows + start, mask=more[:, None] & inside[None, :], other=0.0)
+            here = some[:, None] & more[None, :]
+            delta = tl.dot(sum_of_spans(low_rows + start, stride, here, SPANS, b.dtype.element_ty), weight, delta)
+        tl.store(at, (before.to(tl.float32) + delta).to(out.dtype.element_ty), mask=changes)
 
 
 def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
@@ -241,7 +224,7 @@ def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
 
 
 def chunk_rows(num_tokens: int) -> int:
-    """Returns the most tokens of a chunk."""
+    """Returns the most tokens of a chunk in a step of so many."""
     return 16 if num_tokens <= FEW_TOKENS else 64
 
 
@@ -253,12 +236,9 @@ def order_tokens(slots: torch.Tensor, num_slots: int) -> Chunks:
         return _order_many(slots, num_slots, num_chunks, rows)
     order = torch.empty_like(slots)
     table = torch.empty((num_chunks, 3), dtype=torch.int32, device=slots.device)
-    used = torch.empty(1, dtype=torch.int32, device=slots.device)
     block = max(16, triton.next_power_of_2(num_tokens))
-    order_kernel[(1,)](
-        slots, order, table, used, num_tokens, num_slots, num_chunks, BLOCK=block, ROWS=rows, num_warps=4
-    )
-    return Chunks(order, table, used, rows)
+    order_kernel[(1,)](slots, order, table, num_tokens, num_slots, num_chunks, BLOCK=block, ROWS=rows, num_warps=4)
+    return Chunks(order, table, rows)
 
 
 def _order_many(slots: torch.Tensor, num_slots: int, num_chunks: int, rows: int) -> Chunks:
@@ -274,8 +254,7 @@ def _order_many(slots: torch.Tensor, num_slots: int, num_chunks: int, rows: int)
     at = (chunk - (last - per_slot)[slot]) * rows
     begin = len(slots) - counts.sum() + (counts.cumsum(0) - counts)[slot] + at
     table = torch.stack((slot + 1, begin, (counts[slot] - at).clamp_max(rows)), dim=1)
-    table = torch.where((index < num_slots)[:, None], table, 0).to(torch.int32)
-    return Chunks(order, table, last[-1:].to(torch.int32), rows)
+    return Chunks(order, torch.where((index < num_slots)[:, None], table, 0).to(torch.int32), rows)
 
 
 def shrink(x: torch.Tensor, ordered: Chunks, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
@@ -309,19 +288,17 @@ def look_up(ids: torch.Tensor, first: int, ordered: Chunks, weights: AdapterWeig
 
 
 def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Adds B times A x to out [T, N], which is scaled before. Its rows are contiguous, and it may be fp32 where the
-    weights are not."""
+    """Adds B times A x to out [T, N]. Its rows are contiguous, and it may be fp32 where the weights are not."""
     assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
-    rank, scales, tiles = weights.a.shape[2], weights.scales, weights.tiles.table
+    rank = weights.a.shape[2]
     many = ordered.rows > 16
     block_n = 64 if many or len(out) <= 64 else TILE
-    columns = len(tiles) * (TILE // block_n)
-    expand_kernel[(min(len(ordered.table), triton.cdiv(PROGRAMS, columns)), columns)](
-        low, weights.b, ordered.order, ordered.table, ordered.used, weights.ranks, tiles,
-        low if scales is None else scales, out, len(out), out.shape[1], rank, low.shape[2], out.stride(0),
-        SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n, BLOCK_R=min(EXPAND_R, triton.next_power_of_2(rank)),
-        TILE=TILE, ALIGNED=weights.tiles.aligned, SCALED=scales is not None, num_warps=8 if many else 4, num_stages=1,
-        **pdl.options(),
+    tiles = weights.tiles.table
+    expand_kernel[(len(ordered.table), len(tiles) * (TILE // block_n))](
+        low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, out, len(out), out.shape[1], rank,
+        low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
+        BLOCK_R=min(EXPAND_R, triton.next_power_of_2(rank)), TILE=TILE, ALIGNED=weights.tiles.aligned,
+        num_warps=8 if many else 4, num_stages=1, **pdl.options(),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from sglang.srt.plan.families.hy_v3 import HY_V3
 from sglang.srt.plan.families.inkling import INKLING
 from sglang.srt.plan.families.kimi_linear import KIMI_LINEAR
 from sglang.srt.plan.families.laguna import LAGUNA
+from sglang.srt.plan.families.ling3 import LING3
 from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.llama4 import LLAMA4, LLAMA4_TEXT
 from sglang.srt.plan.families.mimo_v2 import MIMO_V2
@@ -80,7 +81,7 @@ FAMILIES: tuple[Family, ...] = (
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
-    *(NEMOTRON_H, KIMI_LINEAR, GLM5_NEXT, DEEPSEEK_V4, DEEPSEEK_V41, QWEN4_EXP, QWEN4_EXP_TEXT),
+    *(NEMOTRON_H, KIMI_LINEAR, LING3, GLM5_NEXT, DEEPSEEK_V4, DEEPSEEK_V41, QWEN4_EXP, QWEN4_EXP_TEXT),
 )
 
 _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -70,8 +70,8 @@ def _with_base(c: Config, theta: float) -> dict[str, Any]:
     differ by layer type are those of the other layers, but for the share of a head that rotates."""
     written = c.values.get("rope_parameters")
     share = written.get("partial_rotary_factor") if isinstance(written, Mapping) else None
-    own = {} if share is None else {"rope_parameters": {"partial_rotary_factor": share, "rope_theta": theta}}
-    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": None, **own}
+    rotation = {} if share is None else {"rope_parameters": {"partial_rotary_factor": share, "rope_theta": theta}}
+    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": None, **rotation}
 
 
 def full_and_windowed(attention: Callable[..., Mixer]) -> dict[str, Callable[[Config], Mixer]]:

@@ -57,6 +57,16 @@ NAMES = WeightMap(
     aliases=((".weight_scale_inv", ".scale"),),
     decoder="",
     parts=W123_PARTS,
+    modules=(
+        ("self_attn.q_a_proj", "attn.wq_a"),
+        ("self_attn.q_b_proj", "attn.wq_b"),
+        ("self_attn.kv_proj", "attn.wkv"),
+        ("self_attn.o_b_proj", "attn.wo_b"),
+        ("self_attn.compressor.indexer.q_b_proj", "attn.indexer.wq_b"),
+        ("mlp.shared_experts.gate_proj", "ffn.shared_experts.w1"),
+        ("mlp.shared_experts.up_proj", "ffn.shared_experts.w3"),
+        ("mlp.shared_experts.down_proj", "ffn.shared_experts.w2"),
+    ),
     behind=("hc_head_",),
     unread=("mtp.",),
 )

@@ -44,6 +44,7 @@ _NAMES = WeightMap(
         "attn_mix": "",
         "mlp_mix": "",
     },
+    modules=(("self_attn.forget_gate.", "self_attn."),),
 )
 _BELOW = _NAMES.below("model.language_model.")
 

@@ -56,6 +56,7 @@ HY_V3 = Family(
             "moe.shared.gate_up": "mlp.shared_mlp.{part}_proj",
             "moe.shared.down": "mlp.shared_mlp.down_proj",
         },
+        modules=(("mlp.shared_experts.", "mlp.shared_mlp."),),
     ),
     mtp=_MTP,
 )

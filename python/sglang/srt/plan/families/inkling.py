@@ -208,6 +208,13 @@ INKLING = Family(
         ignore=(".original_shape",),
         decoder="model.llm.",
         parts={"q": "wq_du", "k": "wk_dv", "v": "wv_dv"},
+        modules=(
+            ("self_attn.q_proj", "attn.wq_du"),
+            ("self_attn.k_proj", "attn.wk_dv"),
+            ("self_attn.v_proj", "attn.wv_dv"),
+            ("self_attn.r_proj", "attn.wr_du"),
+            ("self_attn.o_proj", "attn.wo_ud"),
+        ),
         unread=("model.audio.", "model.visual.", "model.mtp."),
     ),
     mtp=_MTP,

@@ -97,5 +97,6 @@ KIMI_LINEAR = Family(
             "moe.shared.down": "block_sparse_moe.shared_experts.down_proj",
         },
         parts=W123_PARTS,
+        modules=(("self_attn.forget_gate.", "self_attn."), ("mlp.shared_experts.", "block_sparse_moe.shared_experts.")),
     ),
 )

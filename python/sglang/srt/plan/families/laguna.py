@@ -52,5 +52,6 @@ LAGUNA = Family(
             "moe.shared.gate_up": "mlp.shared_expert.{part}_proj",
             "moe.shared.down": "mlp.shared_expert.down_proj",
         },
+        modules=(("mlp.shared_experts.", "mlp.shared_expert."),),
     ),
 )

@@ -45,6 +45,10 @@ _NAMES = WeightMap(
         "moe.shared.down": "block_sparse_moe.shared_experts.down_proj",
     },
     parts=W123_PARTS,
+    modules=(
+        ("mlp.shared_experts.", "block_sparse_moe.shared_experts."),
+        ("self_attn.indexer.", "self_attn.index_"),
+    ),
 ).below(_LANGUAGE_MODEL)
 
 BLOCK_CONFIG = "sparse_attention_config"
@@ -153,6 +157,7 @@ MINIMAX_M3 = Family(
         layer_prefix=_NAMES.layer_prefix,
         decoder=_NAMES.decoder,
         parts=_NAMES.parts,
+        modules=_NAMES.modules,
         # Checkpoints with the language model alone have the names on the left.
         beginnings=(("model.", _LANGUAGE_MODEL), ("lm_head.", "language_model.lm_head.")),
         unread=(

@@ -156,6 +156,7 @@ STEP3P5 = Family(
             "moe.shared.gate_up": "share_expert.{part}_proj",
             "moe.shared.down": "share_expert.down_proj",
         },
+        modules=(("mlp.shared_experts.", "share_expert."),),
     ),
     mtp=_MTP,
 )

@@ -20,6 +20,7 @@ from sglang.srt.plan.weight_names import PartKey, WeightMap
 from sglang.srt.towers.base.patch_places import Grid, num_patches, rows_and_columns
 from sglang.srt.towers.base.pieces import WHOLE_LAYERS, Cuts, parts_of, shares
 from sglang.srt.towers.base.spec import Cut, Tower
+from sglang.srt.towers.base.streamed_layers import StreamedLayers
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
@@ -78,6 +79,9 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         self.group = groups().tp if tower.ranks > 1 else ALONE
         self.tower, self.device, self.dtype = tower, plan.device, getattr(torch, plan.dtype)
         self.finish: list[Callable[[], None]] = []
+        device = torch.device(self.device)
+        self.streamed = StreamedLayers(tower, self.dtype, device) if tower.streamed_layers() else None
+        """Layers that lie in main memory; None: there are none."""
         self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
         modules = {name.rpartition(".")[0] for name in self.params}
         self.weights = WeightMap({name: name for name in modules}, {}, beginnings=tower.beginnings)
@@ -90,10 +94,14 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         init = Init.NORMAL
         if name.endswith(".bias") or "norm" in name:
             init = Init.ZEROS if name.endswith(".bias") else Init.ONES
-        tensor = torch.empty(self.tower.rank_shape(name, shape), dtype=self.dtype, device=self.device)
+        filled_on = None
+        if self.streamed is not None and name in self.streamed.stored:
+            tensor, filled_on = self.streamed.stored[name], torch.device(self.device)
+        else:
+            tensor = torch.empty(self.tower.rank_shape(name, shape), dtype=self.dtype, device=self.device)
         stored, pieces = self._stored(name, shape), self.tower.pieces(name, shape, self.group.rank)
         parts = {PartKey(piece=i): TensorPart(stored, source, dest) for i, (source, dest) in enumerate(pieces)}
-        return Param(name, tensor, parts, init)
+        return Param(name, tensor, parts, init, filled_on)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the checkpoint's shape of a weight: patch embeddings are stored as convolutions."""
@@ -119,6 +127,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     ) -> Pieces[list[torch.Tensor]]:
         """Computes the features from the items' `parts`: yields after each piece (`pieces_of`) and returns what
         `encode` does. Each item's features have memory of their own, so that they can be freed separately."""
+        if self.streamed is not None:
+            self.streamed.forget()
         shapes = [(self.tower.num_tokens(grid), self.tower.features_size) for grid in grids]
         features = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
         to_fill = list(features)
@@ -150,11 +160,11 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Computes a linear layer. If its inputs are sharded, x holds this rank's, and the outputs are all-reduced."""
-        bias, cut = self.params.get(f"{name}.bias"), self.tower.cut_of(f"{name}.weight")
-        if bias is None or (cut is Cut.COLUMNS and self.group.rank > 0):
+        has_bias, cut = f"{name}.bias" in self.params, self.tower.cut_of(f"{name}.weight")
+        if not has_bias or (cut is Cut.COLUMNS and self.group.rank > 0):
             out = F.linear(x, self._weight(name, "weight"))
         else:
-            out = F.linear(x, self._weight(name, "weight"), bias.tensor)
+            out = F.linear(x, self._weight(name, "weight"), self._weight(name, "bias"))
         return self.group.all_reduce(out) if cut is Cut.COLUMNS else out
 
     def _gated(self, prefix: str, x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
@@ -175,7 +185,10 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
-        return self.params[f"{name}.{leaf}"].tensor
+        whole = f"{name}.{leaf}"
+        if self.streamed is not None and whole in self.streamed.layer_of:
+            return self.streamed.get(whole)
+        return self.params[whole].tensor
 
     def _split(self, qkv: torch.Tensor, sight: PatchAttention, rows: slice) -> Heads:
         """Returns queries, keys and values of qkv [N, 3 * hidden] for a slice of the patches and this rank's heads,

@@ -4,6 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,10 @@ from sglang.srt.errors import UserError
 if TYPE_CHECKING:
     from typing import Self
 
+LAYERS_ON_GPU = 2
+"""Layers that the GPU has room for where they lie in main memory."""
+_NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
+"""The prefix and the number of a layer in a weight's name."""
 ROTARY_THETA = 10000.0
 """Base of rotary angles in published encoders whose config does not state it."""
 NamedShape = tuple[str, tuple[int, ...]]
@@ -47,6 +52,7 @@ class Tower(ABC):
     clip_frames: frames of a video that see each other; the last clip may have fewer
     pooled_frames: frames that become the tokens of one: those of a clip, or 1
     ranks: ranks that divide heads and widths
+    on_host: the weights of its layers lie in main memory (`streamed_layers`)
     """
 
     hidden_size: int
@@ -60,6 +66,7 @@ class Tower(ABC):
     clip_frames: int = 1
     pooled_frames: int = 1
     ranks: int = 1
+    on_host: bool = False
 
     cuts: ClassVar[Mapping[str, Cut]]
     """How ranks divide linear layers, by the end of their names."""
@@ -109,9 +116,31 @@ class Tower(ABC):
         """Yields (name in checkpoints, shape) of every weight. A convolution over patches is a matrix here, because a
         patch is a vector."""
 
+    def streamed_layers(self) -> dict[str, int]:
+        """Returns the number of its layer for each weight that lies in main memory: those of the longest series of
+        layers with equal names but for a number. Empty if all lie on the GPU."""
+        if not self.on_host:
+            return {}
+        series: dict[str, dict[str, int]] = {}
+        for name, _ in self.shapes():
+            if (numbered := _NUMBERED.match(name)) is not None:
+                series.setdefault(numbered[1], {})[name] = int(numbered[2])
+        longest = max(series.values(), key=lambda names: max(names.values()), default={})
+        return longest if len({*longest.values()}) > 1 else {}
+
+    def layer_sizes(self) -> list[int]:
+        """Returns the number of weights that a rank has of each layer in main memory."""
+        layer_of, sizes = self.streamed_layers(), dict[int, int]()
+        for name, shape in self.shapes():
+            if name in layer_of:
+                sizes[layer_of[name]] = sizes.get(layer_of[name], 0) + math.prod(self.rank_shape(name, shape))
+        return [sizes[layer] for layer in sorted(sizes)]
+
     def num_weights(self) -> int:
-        """Returns the number of weights on a rank."""
-        return sum(math.prod(self.rank_shape(name, shape)) for name, shape in self.shapes())
+        """Returns the number of weights that a rank has room for on the GPU: of layers in main memory for two."""
+        every = sum(math.prod(self.rank_shape(name, shape)) for name, shape in self.shapes())
+        layers = self.layer_sizes()
+        return every - sum(layers) + LAYERS_ON_GPU * max(layers, default=0)
 
     def shared_by(self, ranks: int) -> Self:
         """Returns the encoder as divided over `ranks` ranks; unchanged if they do not divide its heads and widths."""
