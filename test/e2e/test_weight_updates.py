@@ -108,6 +108,8 @@ def test_tensors_whole_and_in_part(served: sglang.Engine, other: Path, expected:
         ok, message = served.update_weights_from_tensor(sent)
         assert not ok and said in message
         assert tokens(served) == new
+    ok, message = served.update_weights_from_tensor([(names[0], tensors[names[0]])], selector="draft")
+    assert not ok and "no draft" in message
     back = load_file(Path(DEFAULT_MODEL_PATH) / "model.safetensors")
     assert served.update_weights_from_tensor(back.items())[0]  # as older clients: without begin and end
     assert tokens(served) == old

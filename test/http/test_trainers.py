@@ -162,7 +162,7 @@ def test_handles_of_other_files(http: httpx.Client, name: str, said: str) -> Non
     try:
         sent = base64.b64encode(b"sglang-sent-file:" + name.encode()).decode()
         answer = http.post("/update_weights_from_tensor", json={"serialized_named_tensors": [sent]})
-        assert answer.status_code == 403
+        assert answer.status_code == 403 and said in answer.text
         with pytest.raises(ValueError, match=said):
             MultiprocessingSerializer.deserialize(sent)
     finally:

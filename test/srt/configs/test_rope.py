@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from sglang.srt.configs.rope import rope_parameters, scaled_context_length
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.rope import rope_parameters, rotary_dim, scaled_context_length
+from sglang.srt.configs.text_positions import first_position
 from sglang.srt.errors import UserError
 
 
@@ -57,7 +60,7 @@ def test_parameters_by_layer_type() -> None:
         rope_parameters(config | {"rope_scaling": {"factor": 2.0}}, "full_attention")
 
 
-@pytest.mark.parametrize("theta", ["1e6", [1], True, 0, -1])
+@pytest.mark.parametrize("theta", ["1e6", [1], True, 0, -1, math.nan, math.inf])
 def test_a_base_is_a_positive_number(theta: object) -> None:
     with pytest.raises(UserError, match="'rope_theta' must be a positive number"):
         rope_parameters({"rope_theta": theta})
@@ -67,3 +70,25 @@ def test_lengths_are_of_positive_numbers() -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": []}
     with pytest.raises(UserError, match=r"'original_max_position_embeddings' must be a positive number; got \[\]"):
         scaled_context_length(4096, yarn)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_lengths_are_finite(value: float) -> None:
+    with pytest.raises(UserError, match="'factor' must be a positive number"):
+        scaled_context_length(4096, {"rope_type": "yarn", "factor": value})
+
+
+@pytest.mark.parametrize("dims", ["64", [64], True, -1, math.nan])
+def test_the_dims_that_rotate_are_a_positive_number(dims: object) -> None:
+    with pytest.raises(UserError, match="'rotary_dim' must be a positive number"):
+        rotary_dim({"rotary_dim": dims}, 128)
+
+
+@pytest.mark.parametrize("value", [math.nan, 10**400])
+def test_a_number_of_a_config_is_a_number(value: float) -> None:
+    with pytest.raises(UserError, match="'rms_norm_eps' must be of type float"):
+        ConfigReader({"rms_norm_eps": value}, "config.json").require("rms_norm_eps", float)
+
+
+def test_a_type_that_is_no_name_has_no_positions_of_its_own() -> None:
+    assert first_position({"model_type": []}) == 0

@@ -220,7 +220,9 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("models: []", "there must be `models`"),
-        ("models: {a: {}}", "must have `flags`"),
+        ("models: {a: []}", "must be an object"),
+        ("models: {a: {flags: [b]}}", "must be an object"),
+        ("models: {a: {}}", "has no model-path"),
         ("models: {a: {flags: {model-path: /a, port: 1}}}", "--port is of the whole server"),
         ("models: {a: {flags: {model-path: /a, no-such: 1}}}", "the model 'a'"),
         ("models: {a: {flags: {model-path: /a}, name: b}}", "'name', which is not known"),
@@ -251,11 +253,11 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
         (tmp_path / f"{file}.gguf").write_bytes(b"")
     read = {each.name: Path(each.args.model_path).name for each in read_models(str(tmp_path), [], "sglang").models}
     assert read == {"a": "a", "b": "b", "c": "c.gguf", "d": "d-00001-of-00003.gguf", "in": "in"}
-    (tmp_path / "models.yaml").write_text("models: {d: {flags: {}, ttl: 5}, a: {flags: {tp-size: 2}}}")
+    (tmp_path / "models.yaml").write_text("models: {d: {flags: {}, ttl: 5}, a: {flags: {tp-size: 2}}, b: {}, c: }")
     read = {
         each.name: Path(each.args.model_path).name for each in read_models(str(tmp_path / "models.yaml"), [], "").models
     }
-    assert read == {"d": "d-00001-of-00003.gguf", "a": "a"}
+    assert read == {"d": "d-00001-of-00003.gguf", "a": "a", "b": "b", "c": "c.gguf"}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.sleeper import KEEP, Sleeper
@@ -24,6 +25,21 @@ def test_a_commit_after_a_sleep_is_refused() -> None:
     memory.state.slept(TAGS, True)
     reply = updates.control(ControlReq(1, "commit_weights", {"key": "k", "version": None}))
     assert not reply.ok and "asleep" in reply.message
+
+
+@pytest.mark.parametrize(("tensors", "selector"), [({}, "all"), ({"a": torch.ones(1)}, "draft")])
+def test_a_directory_that_still_has_the_weights_is_read_again(tensors: Any, selector: str) -> None:
+    """Nothing of the target was written."""
+    served = SimpleNamespace(
+        parts=lambda _: [], written=False, takes_single_tensors=True, draft=object(), refuse=lambda: "",
+        problem_of_reading=lambda: "", plan=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+    scheduler = SimpleNamespace(sync=lambda: None, schedulers=[], reqs={})
+    memory = SimpleNamespace(state=EngineState(), weights_changed=lambda: None)
+    updates = WeightUpdates(cast(Any, None), cast(Any, None), cast(Any, scheduler), cast(Any, memory))
+    updates._served = cast(Any, served)
+    updates._take(tensors, {"selector": selector, "key": "k", "version": None})
+    assert not updates.problem_of_reading()
 
 
 def test_requests_that_were_kept_fail_where_waking_breaks_the_weights() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,9 +103,9 @@ class ConfigReader:
 
     def _typed(self, key: str, value: Any, kind: type[T]) -> T:
         is_bool_as_number = isinstance(value, bool) and kind is not bool
-        if kind is float and isinstance(value, int) and not is_bool_as_number:
+        if kind is float and isinstance(value, int) and abs(value) <= sys.float_info.max and not is_bool_as_number:
             return float(value)  # type: ignore[return-value]
-        if is_bool_as_number or not isinstance(value, kind):
+        if is_bool_as_number or not isinstance(value, kind) or value != value:  # a NaN
             raise UserError(f"{self.source}: {key!r} must be of type {kind.__name__}; got {value!r}.")
         return value
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "") -> dict[str
 
 
 def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"config.json: {name} must be a positive number; got {value!r}.")
 
 
@@ -164,8 +165,9 @@ def by_layer_type(config: Mapping[str, Any]) -> bool:
 
 def rotary_dim(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -> int:
     """Returns how many of a head's first dims rotate: `rotary_dim`, `partial_rotary_factor` of the head, or all."""
-    if config.get("rotary_dim"):
-        return min(int(config["rotary_dim"]), head_dim)
+    if dim := config.get("rotary_dim"):
+        _check_positive("'rotary_dim'", dim)
+        return min(int(dim), head_dim)
     parameters = rope_parameters(config, layer_type)
     share = parameters.get("partial_rotary_factor")
     if share is None:

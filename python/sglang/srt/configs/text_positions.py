@@ -15,6 +15,6 @@ def first_position(config: Mapping[str, Any]) -> int:
     """Returns what a model calls the position of the first token of a text: it has that many positions less than its
     config.json states."""
     padding = config.get("pad_token_id")
-    if config.get("model_type") not in _BEHIND_PADDING:
+    if str(config.get("model_type")) not in _BEHIND_PADDING:
         return 0
     return (padding if isinstance(padding, int) else 1) + 1

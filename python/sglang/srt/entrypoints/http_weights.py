@@ -16,11 +16,15 @@ from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_respo
 from sglang.srt.entrypoints.http_origins import refuse_other_pages
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.sent_weights import BUCKET, LOAD_FORMATS, is_from_user, received
+from sglang.srt.managers.front.sent_weights import BUCKET, LOAD_FORMATS, problem_of_sender, received
 from sglang.srt.managers.front.weight_updates import UpdateOptions, WeightUpdates
 
 router = APIRouter(tags=["native"])
 
+NEEDS_KEY = (
+    "weights are replaced by holders of the server's key: start it with --admin-api-key or --api-key, use sglang.Engine"
+    " in the trainer's process, or start it with --weight-updates-without-key for clients that send no key"
+)
 Name = Annotated[str, Meta(max_length=512)]
 Selector = Literal["target", "draft", "all"]
 
@@ -110,19 +114,14 @@ BODIES = (
 )  # fmt: skip
 
 
-def _updates(request: Request, is_from_user: bool = False) -> WeightUpdates:
-    """Returns the updates of the engine. is_from_user: the weights are of the user that the server runs as. Raises
+def _updates(request: Request, problem: str = NEEDS_KEY) -> WeightUpdates:
+    """Returns the updates of the engine. problem: why clients without a key may not do this; "" if they may. Raises
     ApiError 403 on a server without a key: whoever writes weights decides what all clients read."""
     refuse_other_pages(request)
     args = state_of(request).args
     has_key = args.api_key is not None or args.admin_api_key is not None
-    if not (has_key or is_from_user or args.weight_updates_without_key):
-        raise ApiError(
-            403,
-            "weights are replaced by holders of the server's key: start it with --admin-api-key or --api-key, use"
-            " sglang.Engine in the trainer's process, or start it with --weight-updates-without-key for clients that"
-            " send no key",
-        )
+    if problem and not (has_key or args.weight_updates_without_key):
+        raise ApiError(403, problem)
     return engine_of(request).manager.weights
 
 
@@ -163,7 +162,7 @@ async def update_weights_from_tensor(request: Request) -> Response:
     """Writes tensors, in the names of the checkpoint."""
     body = await read_body(request, FromTensorBody)
     _check_format(body.load_format)
-    updates = _updates(request, is_from_user(body.serialized_named_tensors))
+    updates = _updates(request, problem_of_sender(body.serialized_named_tensors, NEEDS_KEY))
 
     async def update() -> str:
         async with received(body.serialized_named_tensors, body.load_format) as sent:

@@ -86,10 +86,12 @@ def _model(
     name: str, said: Any, beside: Path | None, common: Sequence[str], shared: ServerArgs, prog: str
 ) -> NamedModel:
     """Returns a model of the file. beside: the model of this name in the file's folder; None: there is none."""
-    if not isinstance(said, dict) or not isinstance(said.get("flags"), dict):
-        raise UserError(f"the model {name!r} of --models must have `flags`, an object with its model-path and others")
+    said = {} if said is None else said
+    flags = {} if not isinstance(said, dict) or said.get("flags") is None else said["flags"]
+    if not isinstance(said, dict) or not isinstance(flags, dict):
+        raise UserError(f"the model {name!r} of --models must be an object, whose `flags` are one of names and values")
     _refuse_unknown(said, MODEL_KEYS, f"the model {name!r}")
-    words = [word for flag, value in said["flags"].items() for word in _words(str(flag), value)]
+    words = [word for flag, value in flags.items() for word in _words(str(flag), value)]
     if not {f"--{name}" for name in ("model-path", "model", "config")} & {word.partition("=")[0] for word in words}:
         if beside is None:
             raise UserError(

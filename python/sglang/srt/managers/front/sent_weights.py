@@ -64,12 +64,13 @@ def check_specs(tensors: list[tuple[str, str, list[int]]]) -> None:
         raise RequestError(f"{total} elements in one call; at most {MAX_BYTES}")
 
 
-def is_from_user(serialized: Sequence[str]) -> bool:
-    """Returns whether all are handles of files, which only the user that the server runs as can make."""
+def problem_of_sender(serialized: Sequence[str], otherwise: str) -> str:
+    """Returns "" if all are handles of files, which only the user that the server runs as can make; what is wrong with
+    one of them; `otherwise` for contents, which anybody can send."""
     try:
-        return all(_sent_file(each) is not None for each in serialized)
-    except RequestError:
-        return False
+        return "" if all([_sent_file(each) is not None for each in serialized]) else otherwise
+    except RequestError as error:
+        return error.message
 
 
 @asynccontextmanager

@@ -239,6 +239,8 @@ class WeightUpdates:
         if len(tensors) > MAX_TENSORS:
             raise UserError(f"{len(tensors)} tensors in one call; at most {MAX_TENSORS}")
         served = self.served
+        if selector == "draft" and parallel_state.all_ranks_agree(served.draft is None):
+            raise UserError("this server has no draft with weights; leave selector out")
         if parallel_state.all_ranks_agree(served.takes_single_tensors):
             self._write_tensors(tensors, selector, args)
             return
@@ -270,7 +272,8 @@ class WeightUpdates:
                     put(part, tensors)
         except Exception as error:
             raise UserError(self._broke(error)) from None
-        self.served.written = self.served.written or selector != "draft"
+        wrote_target = selector != "draft" and not parallel_state.all_ranks_agree(not tensors)
+        self.served.written = self.served.written or wrote_target
         self._changed(args)
         if not self.state.weights_lost and not self.state.broken:
             return
