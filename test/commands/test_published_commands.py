@@ -71,6 +71,15 @@ def test_a_longer_context_than_the_config_has_is_said(tmp_path: Path, capsys: py
     assert "--context-length 786432 exceeds the 262144 tokens" in said and "--json-model-override-args" in said
 
 
+def test_a_cache_of_fewer_bits_than_a_kind_has_becomes_one_of_eight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = COMMANDS["red-fn-yaml"]
+    model = str(checkpoint(row["config"], tmp_path / "m"))
+    assert explain.main(["--arch", row["gpu"], "--model-path", model, "--kv-cache-dtype", "fp4_e2m1"]) == 0
+    assert "--kv-cache-dtype fp4_e2m1 became fp8_e4m3" in capsys.readouterr().out
+
+
 def test_a_command_of_another_engine_starts_with_what_its_message_says(tmp_path: Path) -> None:
     row = COMMANDS["i40877-dsv41"]
     argv = ["--arch", row["gpu"], "--model-path", str(checkpoint(row["config"], tmp_path / "m"))]

@@ -46,7 +46,7 @@ def test_tokens_are_those_that_each_flag_gives(tmp_path: Path, capsys: pytest.Ca
     ("name", "reasons"),
     [
         ("deepseek_v32", {}),
-        ("qwen38_flash_next_nvfp4", {4: "keys and values of blocks that pooled keys select"}),
+        ("qwen38_flash_next_nvfp4", {4: "fp4_e2m1 becomes fp8_e4m3"}),
         ("deepseek_v4", {}),
     ],
 )

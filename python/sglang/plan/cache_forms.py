@@ -69,6 +69,9 @@ def cache_forms(
         except UserError as error:
             forms.append(replace(form, refused=str(error)))
             continue
+        if planned.parallel.kv_dtype != dtype:
+            forms.append(replace(form, refused=f"--kv-cache-dtype {dtype} becomes {planned.parallel.kv_dtype}"))
+            continue
         if planned.plan is None or planned.problem is not None:
             forms.append(replace(form, refused=planned.problem or "nothing is planned for this device"))
             continue

@@ -49,7 +49,7 @@ def test_waits_until_all_threads_are_prepared(monkeypatch: pytest.MonkeyPatch, f
 def test_is_ready_behind_the_copies(monkeypatch: pytest.MonkeyPatch, has_copies: bool) -> None:
     said: list[str] = []
     copies = SimpleNamespace(wait_prepared=lambda seconds: said.append("prepared"))
-    plan = SimpleNamespace(describe=dict)
+    plan = SimpleNamespace(describe=dict, expert_slots=None)
     runner = SimpleNamespace(copies=copies if has_copies else None, media=None, plan=plan)
     process = SimpleNamespace(
         send_output=lambda message: said.append("told"),
@@ -65,7 +65,7 @@ def test_is_ready_behind_the_copies(monkeypatch: pytest.MonkeyPatch, has_copies:
     monkeypatch.setattr(scheduler_process.late_compiles, "watch", lambda: None)
     monkeypatch.setattr(scheduler_process.gc, "freeze", lambda: None)
     args = cast(Any, SimpleNamespace(skip_server_warmup=True, is_embedding=False))
-    ports = cast(Any, SimpleNamespace(directory=Path()))
+    ports = cast(Any, SimpleNamespace(directory=Path(), num_replicas=1, replica=0, root=""))
     pipe = cast(Any, SimpleNamespace(send_bytes=lambda data: said.append(data.decode())))
     scheduler_process.run_scheduler(args, ports, 0, pipe)
     assert said == ["grammars", "loads", *["prepared"] * has_copies, "told", READY.decode(), "serves"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention
+from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention, LowRank
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 
 from .harness import TinyRunner, blocks_of, plan_for, save_tiny
@@ -98,7 +98,9 @@ def test_a_stored_form_computes_what_it_stands_for(name: str, tmp_path: Path) ->
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
     mixer, _ = blocks_of(runner.model.layers[0])
     assert isinstance(mixer, KimiDeltaAttention)
-    for linear in (mixer.in_proj, mixer.low, mixer.decay, mixer.gate, mixer.out):
+    low_rank = mixer.decays_and_gates
+    assert isinstance(low_rank, LowRank)
+    for linear in (mixer.in_proj, low_rank.low, low_rank.decay, low_rank.gate, mixer.out):
         assert isinstance(linear.apply, QuantizedLinear) == (KDA in case.modules)
     assert not isinstance(mixer.beta.apply, QuantizedLinear), "it is too little"
 

@@ -83,6 +83,11 @@ class MixerDefaults(Protocol):
         return False
 
     @property
+    def caches_four_bits(self) -> bool:
+        """Returns whether a cache in four bits is planned or refused by name: otherwise it gets eight, with a note."""
+        return True
+
+    @property
     def shares_entries(self) -> bool:
         """Returns whether layers read entries that another layer made."""
         return False

@@ -8,6 +8,7 @@ from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 
 KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+FP8_KV = "fp8_e4m3"
 FP4_KV = "fp4_e2m1"
 """FP4 keys and values: e2m1 codes, two to a byte, and an e4m3 scale for each FP4_GROUP of them in a head's row."""
 FP4_GROUP = 16

@@ -81,6 +81,11 @@ class ModelDescription:
     """Cache of `_quants_of_experts`."""
 
     @property
+    def caches_four_bits(self) -> bool:
+        """Returns whether no layer needs more than four bits for an element of its cache, or refuses them by name."""
+        return all(layer.mixer.caches_four_bits for layer in self.layers)
+
+    @property
     def title(self) -> str:
         """The architecture, for people, with what computes it if that is no family of ours."""
         return self.architecture if self.transformers_class is None else f"{self.architecture} by transformers"

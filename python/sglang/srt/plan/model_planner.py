@@ -40,7 +40,7 @@ from sglang.srt.plan.expert_slot_plan import FETCHED, UNKNOWN, MainMemory, SlotC
 from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, processes_of, why_not, with_slots
 from sglang.srt.plan.host_tables import ENCODER, has_tables, with_embeddings, with_encoder, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
-from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.kv_spec import FP4_KV, FP8_KV, kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import check_placeholders, describe_media
@@ -307,6 +307,8 @@ def parallel_config_of(args: ServerArgs, dtype: str, model: ModelDescription) ->
     """Returns the parallel and dtype config that the layers' ops depend on. Raises UserError for an unknown cache
     dtype."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
+    if kv_dtype == FP4_KV and not model.caches_four_bits:
+        kv_dtype = FP8_KV
     return ParallelConfig(
         dtype,
         kv_dtype,

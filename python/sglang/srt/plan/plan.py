@@ -389,7 +389,7 @@ def make_plan(
         warnings=(
             *trial.chosen.notes,
             *capacity.notes,
-            *flag_notes(args, capacity, trial.expert_slots is not None, arch.device == "cpu"),
+            *flag_notes(args, trial.description, capacity, trial.expert_slots is not None, arch.device == "cpu"),
         ),
         errors=short_of_context(planner.like(trial), trial),
     )

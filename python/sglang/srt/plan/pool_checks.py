@@ -9,6 +9,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.cache_spec import PerRequest
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.capacity import Capacity, Trial
+from sglang.srt.plan.kv_spec import FP4_KV, FP8_KV, kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
@@ -44,13 +45,18 @@ def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConf
 
 
 def flag_notes(
-    args: ServerArgs, capacity: Capacity, in_main_memory: bool = False, on_cpu: bool = False
+    args: ServerArgs, model: ModelDescription, capacity: Capacity, in_main_memory: bool = False, on_cpu: bool = False
 ) -> tuple[str, ...]:
     """Returns notes about flags that cannot be followed, where a server starts nevertheless. in_main_memory: the
     experts are. on_cpu: the server runs there."""
     notes, tokens, page_size = [], capacity.max_total_num_tokens, capacity.sizes.page_size
     if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
         notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
+    if kv_cache_dtype(args.kv_cache_dtype, FP8_KV) == FP4_KV and not model.caches_four_bits:
+        notes.append(
+            f"--kv-cache-dtype {args.kv_cache_dtype} became {FP8_KV}: keys and values of blocks that pooled keys select"
+            " have a byte an element at least"
+        )
     if args.kt_cpuinfer and not in_main_memory:
         notes.append(
             f"--kt-cpuinfer {args.kt_cpuinfer} has no effect: no experts lie in main memory, where"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +34,7 @@ class KimiDeltaAttention(SumsInOutput):
         self.heads = Heads(self.num_heads, self.num_heads, spec.head_dim, spec.head_dim)
         self.in_proj = _columns(scope.sub("in"), dict.fromkeys(QKV, rows))
         self.beta = _columns(scope.sub("beta"), {"b": shares})
-        self.decays_and_gates = (_full_rank if spec.full_rank else _low_rank)(scope, spec, rows)
+        self.decays_and_gates = (FullRank if spec.full_rank else LowRank)(scope, spec, rows)
         weight = _conv_weight(scope.sub("conv"), rows, spec.conv_kernel)
         self.conv = Convolution(weight, None, 2 * self.num_heads, spec.head_dim)
         self.a_log = _a_log(scope, shares)
@@ -57,31 +56,30 @@ class KimiDeltaAttention(SumsInOutput):
         return self.out(self.norm(out, gate, self.norm_weight, self.eps, sigmoid=True))
 
 
-Projection = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Makes the inputs of decays and the output's gates of the hidden states, [T, heads * D] each."""
+class LowRank:
+    """Low-rank projections to decays and gates, the first of which every rank computes completely."""
+
+    def __init__(self, scope: Scope, spec: KimiDelta, rows: ShardRange) -> None:
+        rank = whole(spec.head_dim)
+        self.low = _columns(scope.sub("low"), {"f_a": rank, "g_a": rank})
+        self.decay, self.gate = (
+            _columns(scope.sub(name), {part: rows}) for name, part in (("decay", "f_b"), ("gate", "g_b"))
+        )
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_decay, of_gate = self.low(x).chunk(2, dim=-1)
+        return self.decay(of_decay.contiguous()), self.gate(of_gate.contiguous())
 
 
-def _low_rank(scope: Scope, spec: KimiDelta, rows: ShardRange) -> Projection:
-    """Builds low-rank projections, the first of which every rank computes completely."""
-    rank = whole(spec.head_dim)
-    low = _columns(scope.sub("low"), {"f_a": rank, "g_a": rank})
-    decay, gate = (_columns(scope.sub(name), {part: rows}) for name, part in (("decay", "f_b"), ("gate", "g_b")))
+class FullRank:
+    """One projection to decays and gates."""
 
-    def project(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        of_decay, of_gate = low(x).chunk(2, dim=-1)
-        return decay(of_decay.contiguous()), gate(of_gate.contiguous())
+    def __init__(self, scope: Scope, spec: KimiDelta, rows: ShardRange) -> None:
+        self.both = _columns(scope.sub("decay_gate"), {"f": rows, "g": rows})
 
-    return project
-
-
-def _full_rank(scope: Scope, spec: KimiDelta, rows: ShardRange) -> Projection:
-    both = _columns(scope.sub("decay_gate"), {"f": rows, "g": rows})
-
-    def project(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        decay, gate = both(x).chunk(2, dim=-1)
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decay, gate = self.both(x).chunk(2, dim=-1)
         return decay.contiguous(), gate.contiguous()
-
-    return project
 
 
 def _columns(scope: Scope, projections: dict[str, ShardRange]) -> ColumnParallelLinear:

@@ -11,7 +11,6 @@ from sglang.srt.blocks.pooled_selection.spec import PooledSelection
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.cache_spec import CacheSpec
-from sglang.srt.plan.kv_spec import refuse_fp4
 from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
 from sglang.srt.plan.weight_spec import Elements, Weights
 
@@ -53,8 +52,11 @@ class PooledSparse(PooledSelection[GQA]):
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the caches of keys and values, of one key for each block, and of the keys of a request's last
         tokens."""
-        refuse_fp4(parallel.kv_dtype, "keys and values of blocks that pooled keys select have a byte an element")
         return (*self.heads.caches(parallel), *self.index_caches(parallel))
+
+    @property
+    def caches_four_bits(self) -> bool:
+        return False
 
     @property
     def cache_scale_bytes(self) -> int:
