@@ -40,7 +40,7 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
-from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_records import attention_fwd
 from sglang.srt.layers.triton_ops.latent_records import latent_record_store
 from sglang.srt.plan.latent_record import LatentRecord, latent_record
 
@@ -114,9 +114,7 @@ def attend(
     layer: Layer, kv_dtype: str, q: torch.Tensor, sources: Sequence[tuple[torch.Tensor, Selection]],
     out: torch.Tensor, tile: dict[str, int], sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    sparse_attention_fwd(
-        q, sources, out, scale=0.05, tile=tile, num_sms=num_sms(), sinks=sinks, record=layer.record(kv_dtype)
-    )
+    attention_fwd(q, sources, out, scale=0.05, tile=tile, num_sms=num_sms(), sinks=sinks, record=layer.record(kv_dtype))
 
 
 def sinks_of(layer: Layer) -> torch.Tensor | None:

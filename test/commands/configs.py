@@ -116,6 +116,23 @@ def _mimo26(base: Config) -> Config:
     }
 
 
+def _glm53() -> Config:
+    """GLM-5.3: names and shapes of GLM-5.2, whose experts alone are in NVFP4."""
+    group = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    kept = ["lm_head", "model.embed_tokens", "*self_attn*", "*shared_experts*", "*mlp.gate", "*eh_proj"]
+    dense = [f"model.layers.{i}.mlp*" for i in range(3)]
+    return {
+        **_published("GLM-5.2"),
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": {"input_activations": group, "weights": group, "targets": ["Linear"]}},
+            "ignore": [*kept, *dense],
+            "producer": {"name": "modelopt"},
+        },
+    }
+
+
 def mimo_draft(hidden: int, heads: int, layers: list[int], mask_token: int) -> Config:
     """The DFlash draft beside MiMo-V2.6 (`dflash/`)."""
     return {
@@ -210,6 +227,7 @@ CONFIGS: dict[str, Config] = {
     "Laguna-XS.2": _laguna(),
     "MiMo-V2.5": _mimo(),
     "MiMo-V2.5-Pro-NVFP4-MXFP8": _mimo_pro(),
+    "GLM-5.3-NVFP4": _glm53(),
     "MiMo-V2.6-Flash-RL": _mimo26(_mimo()),
     "MiMo-V2.6-Pro-RL": {**_mimo26(_mimo_pro()), "attention_value_scale": 0.612},
     "Ling-3.0-flash-FP8": {**_published("Ling-3.0-flash"), "quantization_config": _LING_FP8},

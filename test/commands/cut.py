@@ -40,7 +40,13 @@ def layers_of_every_kind(config: Config) -> int:
     layers = describe_model(config, None, False).layers
     kinds = [_kind(layer) for layer in layers]
     last_new = max(kinds.index(kind) for kind in set(kinds))
-    return min(max(2, last_new + 1), MAX_LAYERS)
+    return min(max(2, last_new + 1), most_layers(config))
+
+
+def most_layers(config: Config) -> int:
+    """Returns MAX_LAYERS, or as many as make whole groups of a model whose last group may be incomplete (Ling 3.0)."""
+    group = config.get("text_config", config).get("layer_group_size") or 1
+    return int(MAX_LAYERS // group * group)
 
 
 def _kind(layer: LayerSpec) -> tuple[object, ...]:

@@ -104,6 +104,7 @@ FITS: dict[str, tuple[int | None, ...]] = {
     "Laguna-XS.2": (1, 4, 1),
     "MiMo-V2.5": (4, 0, 0),
     "MiMo-V2.5-Pro-NVFP4-MXFP8": (8, 0, 0),
+    "GLM-5.3-NVFP4": (8, 0, 0),
     "MiMo-V2.6-Flash-RL": (2, 8, 0),
     "MiMo-V2.6-Pro-RL": (8, 0, 0),
     "Ling-3.0-flash-FP8": (2, None, 0),

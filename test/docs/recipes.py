@@ -60,6 +60,7 @@ CONFIGS = {
     "Muse-Glimmer-30B": "Muse-Glimmer-30B",
     "Step-3.5-Flash-FP8": "Step-3.5-Flash-FP8",
     "Step-3.7-Flash-NVFP4": "Step-3.7-Flash-NVFP4",
+    "GLM-5.3-NVFP4": "GLM-5.3-NVFP4",
     "GLM-5-NVFP4": "GLM-5-NVFP4",
     "GLM-5.3-Flash-NVFP4": "GLM-5.3-Flash-NVFP4",
 }
@@ -83,6 +84,7 @@ OTHER_NAMES = {
 }
 """Of checkpoints in commands, where the table calls the model otherwise."""
 NO_COMMAND = {
+    "GLM-5.3-NVFP4",
     "Ling-3.0-flash-MXFP4",
     "Kimi-Linear-48B-A3B (FP8)",
     "Kimi-Linear-48B-A3B (NVFP4)",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.configs.quant_scheme import EXL3
+from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import quantized_from
@@ -94,7 +96,9 @@ def unserved_ops(model: ModelDescription, parallel: ParallelConfig, arch: ArchTr
 
 def time_step(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> list[TimedOp]:
     """Returns the ops of a step with their times. Raises UserError if experts cannot be divided, or for a card that
-    nobody measured."""
+    nobody measured, and for EXL3, whose products nobody measured."""
+    if model.quantization is not None and EXL3.name in model.quantization.schemes():
+        raise UserError("times of products in EXL3 are not predicted")
     return timed(ops_of(model, parallel, step), unserved_ops(model, parallel, arch), arch)
 
 

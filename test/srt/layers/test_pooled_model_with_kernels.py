@@ -22,7 +22,7 @@ from sglang.srt.blocks.recurrent_state.kernels.gated_norm import gated_rmsnorm
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_records import attention_fwd
 from sglang.srt.layers.triton_ops import index_rope, index_store, latent_records
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from srt.layers.kernels_in_models import assert_as_with_torch, with_both
@@ -89,7 +89,7 @@ def test_kernels_in_graphs_with_draft_tokens(tmp_path: Path, monkeypatch: pytest
 
 
 def sparse_attention(q: torch.Tensor, sources: Any, out: torch.Tensor, **rest: Any) -> None:
-    sparse_attention_fwd(q, sources, out, **rest, tile=TILE, num_sms=8)
+    attention_fwd(q, sources, out, **rest, tile=TILE, num_sms=8)
 
 
 OF_LATENTS = {

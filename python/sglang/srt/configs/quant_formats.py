@@ -20,7 +20,8 @@ from sglang.srt.configs.quant_rules import (
     from_regex,
     glob,
 )
-from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.configs.quant_scheme import EXL3, SCHEMES
+from sglang.srt.configs.trellis import read_trellises
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 
@@ -105,6 +106,12 @@ def read_mxfp8(config: Config, source: str) -> QuantConfig:
         raise unsupported(source, f"mxfp8 with weight_block_size {block!r}")
     quant = ModuleQuant("mxfp8", "mxfp8")
     return QuantConfig("mxfp8", source, (*kept_modules(config, source), Rule(EVERY_MODULE, quant)))
+
+
+def read_exl3(config: Config, source: str) -> QuantConfig:
+    """Reads EXL3, whose tensors say which modules are quantized."""
+    quant = ModuleQuant(EXL3.name, "exl3")
+    return QuantConfig("exl3", source, (Rule(EVERY_MODULE, quant),), trellises=read_trellises(config, source))
 
 
 def read_mxfp4(config: Config, source: str) -> QuantConfig:

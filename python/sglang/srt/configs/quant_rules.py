@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.configs.quant_scheme import EXL3, SCHEMES, Scheme
+from sglang.srt.configs.trellis import Trellis, Trellises, merged
 from sglang.srt.errors import UserError
 
 
@@ -20,17 +21,24 @@ class ModuleQuant:
         loaded
     static_input: the checkpoint holds the scale (or the global factor) of activations
     zero_points: each group of int4 has a zero point of its own, instead of 8
+    trellises: of EXL3, the form of each module's trellis
     """
 
     scheme: str
     storage: str
     static_input: bool = False
     zero_points: bool = False
+    trellises: tuple[Trellis, ...] = ()
 
     @property
     def format(self) -> Scheme:
         """Returns the scheme of the module's weights."""
-        return SCHEMES[self.scheme]
+        return EXL3 if self.scheme == EXL3.name else SCHEMES[self.scheme]
+
+    @property
+    def alike(self) -> ModuleQuant:
+        """Returns what products of modules have in common: trellises may differ."""
+        return replace(self, trellises=()) if self.trellises else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,8 @@ class QuantConfig:
     """Dtype of the cache that the checkpoint was made for ("fp8_e4m3"), for which it may have scales."""
     wide: frozenset[str] = frozenset()
     """Modules, as `without_decoder` names them, that are in 16 bits in the checkpoint whatever the rules say."""
+    trellises: Trellises | None = field(default=None, hash=False)
+    """Of EXL3, the forms of the modules."""
     _known: dict[str, ModuleQuant | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of `of`: every layout looks the modules up again, and some checkpoints name hundreds of them."""
 
@@ -74,8 +84,14 @@ class QuantConfig:
         ("model.layers.0.self_attn.q_proj")."""
         if module not in self._known:
             covering = (rule.quant for rule in self.rules if rule.covers(module))
-            self._known[module] = None if self.stores_wide(module) else next(covering, None)
+            self._known[module] = None if self.stores_wide(module) else self._filled(module, next(covering, None))
         return self._known[module]
+
+    def _filled(self, module: str, quant: ModuleQuant | None) -> ModuleQuant | None:
+        """Returns the quantization with the module's trellis, if it is one."""
+        if quant is None or self.trellises is None:
+            return quant
+        return replace(quant, trellises=(self.trellises.of(without_decoder(module)),))
 
     def stores_wide(self, module: str) -> bool:
         """Returns whether the checkpoint's tensors show the module, or one that contains it, in 16 bits."""
@@ -86,23 +102,23 @@ class QuantConfig:
         most checkpoints leave it in 16 bits without saying so."""
         if self.stores_wide(module):
             return None
-        return next((rule.quant for rule in self.rules if rule.patterns != EVERY_MODULE and rule.covers(module)), None)
+        covering = (rule.quant for rule in self.rules if rule.patterns != EVERY_MODULE and rule.covers(module))
+        return self._filled(module, next(covering, None))
 
     def product_quant(self, modules: Sequence[str]) -> ModuleQuant | None:
         """Returns the quantization of a product of modules with one input (q, k and v; gate and up). None: 16 bits,
         also where they differ."""
-        quants = {self.of(module) for module in modules}
-        return quants.pop() if len(quants) == 1 else None
+        return _common([self.of(module) for module in modules])
 
     def fused_quant(self, modules: Sequence[str]) -> ModuleQuant | None:
         """Returns the quantization of modules that are always stored as one. Raises UserError when they differ."""
         quants = {module: self.of(module) for module in modules}
-        if len(set(quants.values())) > 1:
+        if len({quant and quant.alike for quant in quants.values()}) > 1:
             said = ", ".join(
                 f"{module} {quant.scheme if quant else 'not quantized'}" for module, quant in quants.items()
             )
             raise UserError(f"{self.source}: modules that are computed as one are quantized differently: {said}.")
-        return quants[modules[0]]
+        return _common(list(quants.values()))
 
     def describe(self) -> str:
         """Describes the quantization and its origin for people."""
@@ -113,6 +129,14 @@ class QuantConfig:
     def schemes(self) -> frozenset[str]:
         """Returns the names of all schemes that some module may have."""
         return frozenset(rule.quant.scheme for rule in self.rules if rule.quant is not None)
+
+
+def _common(quants: Sequence[ModuleQuant | None]) -> ModuleQuant | None:
+    """Returns the quantization of several modules; None: in 16 bits, or they differ in more than their trellises."""
+    known = [quant for quant in quants if quant is not None]
+    if len(known) < len(quants) or len({quant.alike for quant in known}) > 1:
+        return None
+    return replace(known[0], trellises=merged([quant.trellises for quant in known])) if known[0].trellises else known[0]
 
 
 _DECODER = re.compile(r"(?:(?:model|language_model)\.)*")

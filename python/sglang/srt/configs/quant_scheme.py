@@ -72,10 +72,19 @@ SCHEMES: Mapping[str, Scheme] = {
     )
 }
 
+EXL3 = Scheme("exl3", "trellis", (128, 128), "float16", None)
+"""EXL3's weights, which are no codes with scales: each module has bits and a codebook of its own (`configs/trellis`).
+Blocks of 128 rows and 128 columns cannot be cut."""
+
 HEAD_SCHEMES = frozenset(
     {"fp8_channel", "fp8_tensor", "nvfp4", "nvfp4_a16", "int4_g32", "int4_g64", "int4_g128", "int8_g32", "int8_g128"}
 )
 """Schemes of output heads that have kernels with fp32 results. Heads in others are held in 16 bits."""
+
+
+def holds_head(scheme: str) -> bool:
+    """Returns whether output heads are held in the scheme, and not in 16 bits."""
+    return scheme in HEAD_SCHEMES or scheme == EXL3.name
 
 
 PLANE_COLUMNS = 128

@@ -16,6 +16,7 @@ from sglang.srt.configs.quant_formats import (
     as_deepseek_v4,
     modelopt_cache,
     read_compressed_tensors,
+    read_exl3,
     read_fp8,
     read_modelopt,
     read_mxfp4,
@@ -46,6 +47,7 @@ READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
     "auto-round": read_auto_round,
     "auto_round": read_auto_round,
     "intel/auto-round": read_auto_round,
+    "exl3": read_exl3,
     GGUF: read_gguf,
 }
 """Readers of a quantization config by `quant_method`."""
@@ -97,6 +99,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     "awq": _spelling("awq"),
     "awq_marlin": _spelling("awq"),
     "auto-round": _spelling("auto-round"),
+    "exl3": _spelling("exl3"),
     GGUF: _spelling(GGUF),
     "moe_wna16": _spelling("gptq", "awq", "auto-round", "compressed-tensors", schemes=_WEIGHT_ONLY),
 }

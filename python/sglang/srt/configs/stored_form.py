@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sglang.srt.configs.checkpoint_header import expanded_name, stored_dtypes, stored_names
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component, without_decoder
+from sglang.srt.configs.stored_trellises import with_stored_trellises
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ STACKED_FP8 = "fp8_stacked"
 """Storage of FP8 experts in one tensor for all of them, as transformers writes them."""
 _SCALES = frozenset(
     {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scale", "scales"}
-    | {"input_scale", "input_global_scale", "activation_scale"}
+    | {"input_scale", "input_global_scale", "activation_scale", "trellis"}
 )
 
 
@@ -39,6 +40,8 @@ def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | N
     Raises UserError for damaged files."""
     if quantization is None or not any(stored_narrow(rule.quant) for rule in quantization.rules):
         return quantization
+    if quantization.trellises is not None:
+        quantization = with_stored_trellises(quantization, folder)
     stored = stored_names(folder)
     if stored is not None:
         stored = {expanded_name(name): dtype for name, dtype in stored.items()}

@@ -165,7 +165,8 @@ class _LineEnd:
 
 
 _REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{0,31});")
-_BEGUN = re.compile(r"&(?:#(?:[0-9]{0,7}|[xX][0-9a-fA-F]{0,6})|[A-Za-z][A-Za-z0-9]{0,31})?\Z")
+_LONGEST = 34
+"""Characters of the longest reference."""
 
 
 class _Unescaped:
@@ -178,8 +179,9 @@ class _Unescaped:
 
     def push(self, text: str) -> None:
         text = self._held + text
-        begun = _BEGUN.search(text)
-        cut = len(text) if begun is None else begun.start()
+        cut = text.rfind("&")
+        if cut < 0 or not _may_go_on(text[cut + 1 :]):
+            cut = len(text)
         self._held = text[cut:]
         if cut:
             self._sink(_REFERENCE.sub(_character, text[:cut]))
@@ -189,6 +191,11 @@ class _Unescaped:
         text, self._held = self._held, ""
         if text:
             self._sink(text)
+
+
+def _may_go_on(name: str) -> bool:
+    """Returns whether what follows an `&` may be the beginning of a reference."""
+    return len(name) < _LONGEST and all(letter == "#" or letter.isalnum() for letter in name)
 
 
 def _character(reference: re.Match[str]) -> str:

@@ -283,6 +283,11 @@ def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
     return text + (f" and for sizes that its blocks do not divide: {', '.join(odd)}" if odd else "")
 
 
+def trellis_tiles(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about weights in EXL3."""
+    return "tiles are decoded to float16, in registers where rows are few"
+
+
 def dequantized(need: Need, arch: ArchTraits) -> str:
     """Returns the remark about weights that are dequantized for each product; "" for unquantized weights."""
     return "weights dequantized for each product; activations stay in 16 bits" if need.quant else ""

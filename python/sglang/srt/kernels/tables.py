@@ -6,7 +6,7 @@ come from `requires`, never from comparing architectures.
 
 from __future__ import annotations
 
-from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.configs.quant_scheme import EXL3, SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import algorithms, ranges_for
@@ -53,11 +53,13 @@ from sglang.srt.kernels.conditions import (
     only_packed,
     only_quant,
     scaled_mm_or_triton,
+    trellis_tiles,
 )
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
+_TRELLIS = "sglang.srt.layers.quantization.trellis"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
@@ -140,6 +142,23 @@ FUSED_MOE = (
         graph_safe=False,
         remark=dequantized,
     ),
+    KernelSpec(
+        "triton_trellis",
+        f"{_TRITON}.trellis_experts:fused_moe",
+        CP_ASYNC,
+        "triton",
+        refuse=all_of(HALF, only_quant(EXL3.name)),
+        asked_as="triton",
+        remark=trellis_tiles,
+    ),
+    KernelSpec(
+        "torch_trellis",
+        f"{_TRELLIS}_banks:fused_moe",
+        refuse=only_quant(EXL3.name),
+        graph_safe=False,
+        asked_as="torch_native",
+        remark=dequantized,
+    ),
     KernelSpec("trtllm_gen", requires=TCGEN05, not_here=NOT_PART),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
@@ -177,6 +196,22 @@ LINEAR = (
         remark=dequantized_in_registers,
     ),
     KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
+    KernelSpec(
+        "triton_trellis",
+        f"{_TRITON}.trellis_products:trellis_linear",
+        CP_ASYNC,
+        "triton",
+        refuse=all_of(HALF, only_quant(EXL3.name)),
+        asked_as="triton",
+        remark=trellis_tiles,
+    ),
+    KernelSpec(
+        "torch_trellis",
+        f"{_TRELLIS}:trellis_linear",
+        refuse=only_quant(EXL3.name),
+        asked_as="torch_dequantized",
+        remark=dequantized,
+    ),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
 )

@@ -14,6 +14,7 @@ from sglang.srt.layers import (
     native_ops,
     native_sparse_ops,
 )
+from sglang.srt.layers.quantization import trellis, trellis_banks
 
 DECODE_INPUTS = Op("decode_inputs", native_ops.decode_inputs)
 VERIFY_INPUTS = Op("verify_inputs", native_draft_rows.verify_inputs)
@@ -29,12 +30,16 @@ ADD_ADAPTERS = Op("add_adapters", native_adapters.ADAPTERS)
 ADD_EXPERT_ADAPTERS = Op("add_expert_adapters", native_adapters.EXPERT_ADAPTERS)
 QUANTIZED_LINEAR = Op("linear", native_ops.quantized_linear)
 """The kernels behind the keys linear/<scheme>: they take a weight, and return its product."""
+TRELLIS_LINEAR = Op("linear", trellis.trellis_linear)
+"""Those behind the key linear/exl3."""
 
 SILU_AND_MUL = Op("silu_and_mul", native_ops.silu_and_mul)
 GELU_AND_MUL = Op("gelu_and_mul", native_ops.gelu_and_mul)
 RELU2 = Op("relu2", native_ops.relu2)
 CLAMPED_SWIGLU = Op("clamped_swiglu", native_ops.gated)
 FUSED_MOE = Op("fused_moe", native_ops.fused_moe)
+TRELLIS_MOE = Op("fused_moe", trellis_banks.fused_moe)
+"""Those of experts in EXL3."""
 
 PREFILL_ATTENTION = Op("prefill_attention", native_ops.context_attention)
 PACK_PARTS = Op("pack_parts", native_ops.pack_parts)

@@ -10,6 +10,7 @@ from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.configs.adapters.arguments import MODULES_OF, named_adapters
 from sglang.srt.configs.adapters.config import EMBEDDINGS, HEADS, MAX_RANK
 from sglang.srt.configs.adapters.files import AdapterFiles, read_adapter_files
+from sglang.srt.configs.quant_scheme import EXL3
 from sglang.srt.errors import UserError
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
@@ -178,6 +179,9 @@ def check_adapters(adapters: AdapterPlan, model: ModelDescription) -> None:
         layer.ffn.experts and layer.ffn.experts.cpu_threads for layer in model.layers
     ):
         raise UserError("--enable-lora: experts that CPUs compute take no adapters here; remove --kt-cpuinfer.")
+    quant = model.expert_quant
+    if adapters.serves_experts(EXPERT_MODULES) and quant is not None and quant.scheme == EXL3.name:
+        raise UserError("--enable-lora: experts in EXL3 take no adapters here; name other --lora-target-modules.")
 
 
 def _asked_targets(names: list[str] | None) -> frozenset[str] | None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Protocol
 
 from sglang.srt.blocks.moe.spec import MoE
+from sglang.srt.configs.quant_scheme import EXL3
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.capacity import Trial
@@ -97,6 +98,8 @@ def why_not(planner: Planner) -> str:
         return f"{model.title} has no experts, and other weights stay in GPU memory"
     if model.transformers_class is not None:
         return "experts of a class of transformers stay in GPU memory"
+    if (quant := model.expert_quant) is not None and quant.scheme == EXL3.name:
+        return "experts in EXL3 stay in GPU memory"
     if planner.arch.unified_memory:
         return f"the memory of {planner.arch.product or planner.arch.name} is main memory"
     num_experts = _experts_of_rank(model, parallel)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang.srt.configs.quant_scheme import EXL3
+from sglang.srt.configs.trellis import CHUNK_TOKENS, DECODED_BYTES
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -144,7 +146,21 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
         widest += model.per_layer_inputs.stream_elements
     routing = groups * 4 * model.experts.num_experts * 2 if model.experts else 0
     selected = 4 * max((layer.mixer.selected_slots(ranks.attn_tp_size) for layer in model.layers), default=0)
-    return int(num_tokens * (widest * item + routing + selected) * _FRAGMENTATION)
+    transformed = _transformed_bytes(model, num_tokens, widest, ranks)
+    return int((num_tokens * (widest * item + routing + selected) + transformed) * _FRAGMENTATION)
+
+
+def _transformed_bytes(model: ModelDescription, num_tokens: int, widest: int, ranks: RankLayout) -> int:
+    """Returns what products of EXL3 hold in float16: a decoded matrix, inputs for each of up to three modules, outputs
+    before their transform, and as much for each choice of an expert."""
+    if model.quantization is None or EXL3.name not in model.quantization.schemes():
+        return 0
+    hidden, experts = model.hidden_size, model.experts
+    num_bytes = DECODED_BYTES + 2 * num_tokens * (3 * hidden + widest)
+    if experts is not None:
+        inter = -(-experts.intermediate_size // ranks.expert_tp_size)
+        num_bytes += 2 * min(num_tokens, CHUNK_TOKENS) * experts.top_k * (3 * hidden + 5 * inter)
+    return num_bytes
 
 
 def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:

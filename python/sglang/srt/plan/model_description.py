@@ -18,7 +18,7 @@ from sglang.srt.blocks.moe.spec import MoE, why_apart
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
-from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
+from sglang.srt.configs.quant_scheme import holds_head
 from sglang.srt.errors import UserError
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
@@ -137,7 +137,7 @@ class ModelDescription:
         layer differ."""
         if not self._expert_quants:
             quants = {
-                self.quant_of(i, matrix)
+                (quant := self.quant_of(i, matrix)) and quant.alike
                 for i, layer in enumerate(self.layers)
                 if (experts := layer.ffn.experts)
                 for matrix in experts.weights(self.hidden_size, ONE_RANK, experts.intermediate_size)
@@ -152,7 +152,7 @@ class ModelDescription:
         if self.quantization is None or self.tie_embeddings:
             return None
         quant = self.quantization.named(self.names.model["lm_head"])
-        return quant if quant is not None and quant.scheme in HEAD_SCHEMES else None
+        return quant if quant is not None and holds_head(quant.scheme) else None
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
         """Returns the quantization with which a layer's matrix is held; None: 16 bits, also where its parts are stored

@@ -14,6 +14,7 @@ class Matrix:
     experts: number of such matrices in one tensor; 0: no experts
     slots: > 0: the experts lie in main memory, and GPU memory has room for so many of them; each of the buffers that
         layers share has room for `buffered` of the others
+    part_rows: rows of each part, where these are not equal
     quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
     adapted: False: no LoRA adapter may change it
     """
@@ -29,6 +30,12 @@ class Matrix:
     slots: int = 0
     buffered: int = 0
     adapted: bool = True
+    part_rows: tuple[int, ...] = ()
+
+    @property
+    def rows_of_parts(self) -> tuple[int, ...]:
+        """Returns the rows of each part."""
+        return self.part_rows or (self.rows // len(self.parts),) * len(self.parts)
 
     def in_slots(self, slots: int, buffered: int) -> Matrix:
         """Returns the experts as they are if they lie in main memory."""

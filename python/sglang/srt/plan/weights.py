@@ -6,11 +6,12 @@ They are what `models/` allocates; a test compares both for every architecture.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, wants_planes
+from sglang.srt.configs.trellis import BLOCK, Trellis, trellis_bytes
 from sglang.srt.plan.expert_slot_plan import BUFFERS
 from sglang.srt.plan.layer_spec import ABSENT
 from sglang.srt.plan.model_description import ModelDescription
@@ -137,6 +138,8 @@ def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features:
     rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
         return matrix.num_matrices * rows * cols * item
+    if quant.trellises:
+        return matrix.num_matrices * _trellis_bytes(matrix, quant.trellises)
     scheme = quant.format
     # There is one zero point for each group, in the model's dtype.
     zeros = math.prod(scheme.scale_shape(rows, cols)) * item if quant.zero_points else 0
@@ -150,3 +153,12 @@ def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features:
         scales = rows if scheme.group[1] == 0 else math.prod(scheme.scale_shape(rows, cols))
         singles = (4 * rows if scheme.global_scale else 0) + (4 * modules if quant.static_input else 0) + zeros
     return matrix.num_matrices * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)
+
+
+def _trellis_bytes(matrix: Matrix, trellises: Sequence[Trellis]) -> int:
+    """Returns the bytes of one matrix of trellises, whose parts have their own. For experts `trellises` has those of
+    several of them, by part. A head's rows may begin and end within blocks."""
+    parts = matrix.rows_of_parts
+    ones = trellises[:: len(trellises) // len(parts)]
+    more = BLOCK if matrix.name == "lm_head" and matrix.rows % BLOCK else 0
+    return sum(trellis_bytes(one, rows + more, matrix.cols) for one, rows in zip(ones, parts, strict=True))

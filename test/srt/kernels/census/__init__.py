@@ -60,6 +60,7 @@ from .products import launch_gemv, launch_matrix, launch_quantized_head
 from .recurrent_state import launch_gated_delta, launch_mamba2
 from .shared_sparse import launch_shared_sparse
 from .short_convolution import launch_short_convolution
+from .trellis import launch_trellises
 
 SEEING_THEMSELVES = ("Gemma4ForConditionalGeneration",)
 """Models whose images see themselves both ways in layers with a window."""
@@ -96,6 +97,7 @@ def launch_all(
     once(launch_decode_inputs)
     once(launch_draft_rows)
     once(launch_ngram_drafts)
+    once(launch_trellises)
     once(launch_embedding_rows, -(-model.vocab_size // tp_size), model.hidden_size)
     once(launch_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):

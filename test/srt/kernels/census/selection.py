@@ -12,7 +12,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_records import attention_fwd
 from sglang.srt.layers.triton_ops import index_store, latent_records
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.latent_record import LatentRecord
@@ -46,7 +46,7 @@ def launch_selected_attention(
             q, out = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.num_heads, shape.v_head_dim)
             for lse in (None, empty(tokens, shape.num_heads, dtype=torch.float32)):
                 sources = [(cache, _of_tokens(entries, tokens)) for cache, entries in caches]
-                sparse_attention_fwd(
+                attention_fwd(
                     q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse, record=record
                 )
 

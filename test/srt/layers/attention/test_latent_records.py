@@ -14,7 +14,7 @@ from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers import native_latent_records as native
 from sglang.srt.layers import native_sparse_ops
 from sglang.srt.layers.attention.selection import Selection
-from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_records import attention_fwd
 from sglang.srt.layers.triton_ops import latent_records
 from sglang.srt.plan.cache_spec import FULL
 from sglang.srt.plan.latent_record import LatentRecord, entry_cache, latent_record
@@ -151,7 +151,7 @@ def check_attention(
     name = {8: "fp8_e4m3", 4: "fp4_e2m1"}[record.bits]
     choice = attention_tiles("sparse_attention", record.dim, width, name, arch.features)[tile]
     options = {"scale": scale, "tile": choice, "num_sms": num_sms, "sinks": sink, "record": record}
-    sparse_attention_fwd(q, sources, out, **options, lse=lse, record_scale=outer)
+    attention_fwd(q, sources, out, **options, lse=lse, record_scale=outer)
     assert relative_error(out, expected) < 2e-3
     torch.testing.assert_close(lse, expected_lse.float(), rtol=1e-4, atol=2e-3)
     native_sparse_ops.attend_selected(
@@ -189,10 +189,10 @@ def test_all_tokens_of_a_request_in_a_table() -> None:
     for num_sms in (1, 40):
         out = torch.empty_like(wanted)
         options = {"scale": 0.05, "tile": tile, "num_sms": num_sms}
-        sparse_attention_fwd(q, [(cache, chosen)], out, **options, record=record)
+        attention_fwd(q, [(cache, chosen)], out, **options, record=record)
         assert relative_error(out, wanted) < 2e-3
     with pytest.raises(ValueError, match="with records alone"):
-        sparse_attention_fwd(q, [(cache.view(BF16), chosen)], out, **options)
+        attention_fwd(q, [(cache.view(BF16), chosen)], out, **options)
 
 
 @interpreter.kernel_test

@@ -51,6 +51,12 @@ class BlockIndexer:
     def weights(self, hidden_size: int, kv_heads: int) -> Weights:
         parts = ("index_q_proj", "index_k_proj")
         return (
-            Matrix("attn.index", parts, (kv_heads + 1) * self.head_dim, hidden_size),
+            Matrix(
+                "attn.index",
+                parts,
+                (kv_heads + 1) * self.head_dim,
+                hidden_size,
+                part_rows=(kv_heads * self.head_dim, self.head_dim),
+            ),
             Elements(2 * self.head_dim, "float32"),
         )

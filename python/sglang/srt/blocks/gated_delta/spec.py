@@ -62,8 +62,9 @@ class GatedDelta(MixerDefaults):
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size
         inputs, gates = (("qkvz",), ("ba",)) if self.by_key_head else (("qkv", "z"), ("b", "a"))
+        rows = () if self.by_key_head else (2 * keys + values, values)
         return (
-            Matrix("gdn.in", inputs, 2 * (keys + values), hidden_size),
+            Matrix("gdn.in", inputs, 2 * (keys + values), hidden_size, part_rows=rows),
             Matrix("gdn.in_gates", gates, 2 * heads, hidden_size, quantized=False),
             Matrix("gdn.out", ("",), hidden_size, values),
             Elements((2 * keys + values) * self.conv_kernel + self.value_dim),

@@ -312,7 +312,15 @@ class GQA(MixerDefaults):
         width, rows = self.input_size or hidden_size, sum(parts.values())
         modules = (FUSED_PART,) if self.stored.tp_blocks else tuple(parts)
         return (
-            Matrix("attn.qkv", modules, rows, width, self.biases.qkv, quantized=not self.dequantized(tp_size)),
+            Matrix(
+                "attn.qkv",
+                modules,
+                rows,
+                width,
+                self.biases.qkv,
+                quantized=not self.dequantized(tp_size),
+                part_rows=() if self.stored.tp_blocks else tuple(parts.values()),
+            ),
             *(self.gate.weights(heads, width) if self.gate is not None else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.biases.output),
             *norms,

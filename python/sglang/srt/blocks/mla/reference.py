@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.kernels.op import Op
-from sglang.srt.layers.native_latent_records import unpack_records
+from sglang.srt.layers import native_latent_records
 from sglang.srt.layers.native_ops import apply_rope, load_cache, rmsnorm, store_cache
 from sglang.srt.layers.native_sparse_ops import pack_latents
 
@@ -77,7 +77,8 @@ def expanded_latent_attention(
     values expanded from the cached prefixes' latents and the new tokens' entries [T, rank + rot].
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
-    * cache_scale, or of records; chunks: of the prefixes. Waits for the device.
+    * cache_scale, or of records; chunks: of the prefixes. New tokens are seen as records, too: so answers do not depend
+    on where a prompt is cut. Waits for the device.
     """
     rank = w_uk.shape[2]
     bounds = start_loc.tolist()
@@ -87,9 +88,12 @@ def expanded_latent_attention(
             cached = load_cache(*chunk.of(cache), cache_scale)[:, 0].to(q.dtype)
         else:
             stored, slots = chunk.of(cache)
-            cached = unpack_records(stored[slots, 0], record, cache_scale).to(q.dtype)
+            cached = native_latent_records.unpack_records(stored[slots, 0], record, cache_scale).to(q.dtype)
         for parts, rows in zip(prefixes, cached.tensor_split(chunk.key_start[1:-1].long().cpu()), strict=True):
             parts.append(rows)
+    if record is not None:
+        records = native_latent_records.pack_records(entries, record, cache_scale)
+        entries = native_latent_records.unpack_records(records, record, cache_scale).to(entries.dtype)
     for parts, first, end in zip(prefixes, bounds, bounds[1:], strict=False):
         context = torch.cat((*parts, entries[first:end]))
         keys = torch.einsum("lr,hdr->hld", context[:, :rank], w_uk)

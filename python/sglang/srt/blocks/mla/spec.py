@@ -247,7 +247,13 @@ class MLA(MixerDefaults):
         q_rows, q_cols = heads * self.qk_dim, self.q_lora_rank or width
         first, rows = ("q_a_proj", self.q_lora_rank) if self.q_lora_rank else ("q_proj", q_rows)
         parts: list[Matrix | Elements] = [
-            Matrix("attn.qkv_a", (first, "kv_a_proj_with_mqa"), rows + self.latent_dim, width),
+            Matrix(
+                "attn.qkv_a",
+                (first, "kv_a_proj_with_mqa"),
+                rows + self.latent_dim,
+                width,
+                part_rows=(rows, self.latent_dim),
+            ),
             # W_UK and W_UV (kv_b_proj) are always held in the model's dtype.
             Elements(heads * (self.nope_dim + self.v_dim) * self.kv_lora_rank),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_dim),

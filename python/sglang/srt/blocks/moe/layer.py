@@ -7,6 +7,7 @@ results are all-reduced: the same bytes as an exchange of tokens, in half as man
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -25,11 +26,12 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
-from sglang.srt.layers.ops import FUSED_MOE
+from sglang.srt.layers.ops import FUSED_MOE, TRELLIS_MOE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import MIN_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
-from sglang.srt.layers.quantization.experts import Experts
+from sglang.srt.layers.quantization.experts import experts_of
+from sglang.srt.layers.quantization.trellis_experts import TrellisExperts
 from sglang.srt.plan.cpu_experts import FLAG
 from sglang.srt.plan.needs import WIDE_EXPERTS
 
@@ -69,13 +71,17 @@ class MoELayer:
             self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
         if spec.cpu_threads:
             scope.cpu_experts.place(spec.cpu_threads)
-        self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
+        self.experts = experts_of(scope, sizes, spec.activation.linear_in_up)
         self.on_cpus: LayerOnCpus | None = None
         if spec.cpu_threads:
             scope.finish.append(partial(self._share_with_cpus, scope, spec.cpu_threads))
         wide = f"fused_moe/{WIDE_EXPERTS}"
         self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
-        self.products = scope.plan.entry(FUSED_MOE, self.op)
+        self.products: Callable[..., torch.Tensor]
+        if isinstance(self.experts, TrellisExperts):
+            self.products = scope.plan.entry(TRELLIS_MOE, self.op)
+        else:
+            self.products = scope.plan.entry(FUSED_MOE, self.op)
         self.configs, self.features = scope.plan.tiles(self.op), scope.plan.arch.features
         self.scales_inputs = spec.router.scales_inputs
         apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router

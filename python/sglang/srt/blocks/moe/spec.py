@@ -241,6 +241,8 @@ def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQ
         return f"its intermediate size is {expert.intermediate_size}, theirs {experts.intermediate_size}"
     if experts.form or experts.bias:
         return "the checkpoint keeps the experts together"
+    if routed is not None and routed.trellises:
+        return "each trellis has bits of its own"
     other = [quant for quant in shared if quant != routed]
     if other:
         own_name, their_name = (quant.scheme if quant else "16 bits" for quant in (other[0], routed))

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.kernels.launch import fallbacks_of
 from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.attention.selection import EntryRows, Selection
-from sglang.srt.layers.attention.triton_ops import sparse_attention
+from sglang.srt.layers.attention.triton_ops import sparse_records
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.plan.latent_record import LatentRecord
@@ -102,8 +102,8 @@ class TritonSparseAttention:
         record: LatentRecord | None = None,
         record_scale: float = 1.0,
     ) -> None:
-        fallbacks_of("sparse_attention", config_for(self._tile_configs, len(q)), sparse_attention.__name__).run(
-            lambda tiles: sparse_attention.sparse_attention_fwd(
+        fallbacks_of("sparse_attention", config_for(self._tile_configs, len(q)), sparse_records.__name__).run(
+            lambda tiles: sparse_records.attention_fwd(
                 q,
                 sources,
                 out,

@@ -35,7 +35,7 @@ from sglang.srt.layers.parameter import (
 from sglang.srt.layers.quantization.activations import Activations, row_format, values_of
 from sglang.srt.layers.quantization.dequantized_linear import DequantizedLinear
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
-from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct, held_scheme
+from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct, StoredWeight, held_scheme
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     dummy_scale,
@@ -43,6 +43,7 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
+from sglang.srt.layers.quantization.trellis_linear import TrellisLinear, create_trellis
 from sglang.srt.plan.weight_names import PartKey
 
 _DUMMY_FACTOR = 0.02 / 2.93
@@ -60,6 +61,8 @@ class QuantizedMethod:
         if quant is None:
             self._say_if_several(scope, modules)
             return self.create_dequantized(scope, shards, bias)
+        if quant.trellises:
+            return TrellisLinear(scope, create_trellis(scope, shards, quant), bias)
         return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
 
     def _say_if_several(self, scope: Scope, modules: list[str]) -> None:
@@ -78,12 +81,14 @@ class QuantizedMethod:
         # An online scheme would quantize weights only to dequantize them at once.
         if all(quant is None or quant.storage == "online" for quant in quants):
             return Unquantized().create_weights(scope, shards, bias)
-        return DequantizedLinear(scope, shards, quants, _create, bias)
+        return DequantizedLinear(scope, shards, quants, _create_stored, bias)
 
     def create_head(self, scope: Scope, shard: WeightShard) -> Apply | None:
         quant = self.config.named(scope.module())
         if quant is None:
             return None
+        if quant.trellises:
+            return TrellisLinear(scope, create_trellis(scope, [shard], quant), None, torch.float32)
         if quant.scheme not in HEAD_SCHEMES:
             warn_once(f"{scope.path}: an output head in {quant.scheme} is held in 16 bits")
             return DequantizedLinear(scope, [shard], [quant], _create, None, torch.float32)
@@ -95,7 +100,7 @@ class QuantizedMethod:
         if quant is None or quant.storage == "online":
             Unquantized().create_unpacked(scope, shard, take)
         else:
-            UnpackedWeight(scope, _create(scope, [shard], quant), take)
+            UnpackedWeight(scope, _create_stored(scope, [shard], quant), take)
 
 
 class QuantizedLinear:
@@ -153,9 +158,9 @@ def shifted(product: QuantizedProduct, offset: torch.Tensor, group: int) -> Quan
 class UnpackedWeight:
     """A quantized weight that is dequantized to the model's dtype after loading; the stored form is freed."""
 
-    def __init__(self, scope: Scope, weight: LinearWeight, take: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, scope: Scope, weight: StoredWeight, take: Callable[[torch.Tensor], None]) -> None:
         self.scope, self.take = scope, take
-        self.weight: LinearWeight | None = weight
+        self.weight: StoredWeight | None = weight
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
@@ -168,6 +173,10 @@ class UnpackedWeight:
         scope.params[name] = Param(name, unpacked, {})
         self.weight = None
         self.take(unpacked)
+
+
+def _create_stored(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> StoredWeight:
+    return create_trellis(scope, shards, quant) if quant.trellises else _create(scope, shards, quant)
 
 
 def _create(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> LinearWeight:

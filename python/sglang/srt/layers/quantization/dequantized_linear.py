@@ -14,9 +14,9 @@ from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Param, Scope, WeightShard
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.quantization.layout import layout_of
-from sglang.srt.layers.quantization.linear_weight import LinearWeight
+from sglang.srt.layers.quantization.linear_weight import StoredWeight
 
-Create = Callable[[Scope, list[WeightShard], ModuleQuant], LinearWeight]
+Create = Callable[[Scope, list[WeightShard], ModuleQuant], StoredWeight]
 """Allocates tensors for shards as a checkpoint stores them."""
 
 
@@ -81,7 +81,7 @@ class DequantizedLinear:
 
 def _rows_of_words(quant: ModuleQuant) -> list[int]:
     """Returns the number of rows in one word of codes, and of zero points."""
-    if quant.storage == "online":
+    if quant.storage == "online" or quant.trellises:
         return []
     layout = layout_of(quant)
     return [leaf.rows for leaf in (layout.data, layout.zeros) if leaf is not None]

@@ -47,11 +47,22 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
+from sglang.srt.layers.quantization.trellis_experts import TrellisExperts
 from sglang.srt.plan.ranks import padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 
 BY_MATRIX = "by_matrix"
 """Form in which each matrix of all experts is one tensor, for any scheme (Step)."""
+
+
+def experts_of(scope: Scope, sizes: ExpertSizes, linear_in_up: bool) -> Experts | TrellisExperts:
+    """Returns the experts of a layer."""
+    quant = expert_quant(scope, sizes)
+    if quant is None or not quant.trellises:
+        return Experts(scope, sizes, linear_in_up)
+    if _in_layer(scope.sub("w13")) not in scope.weights.layer:
+        raise UserError(f"{scope.path}: EXL3 has each expert in tensors of its own, which are not read for this model")
+    return TrellisExperts(scope, sizes, _products(sizes, quant.format, scope.groups.expert_tp), quant)
 
 
 class Experts:

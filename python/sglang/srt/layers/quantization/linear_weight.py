@@ -45,6 +45,13 @@ class LinearWeight:
         return values if self.row_factor is None else values * self.row_factor[:, None]
 
 
+class StoredWeight(Protocol):
+    """A weight [N, K] in a form of checkpoints."""
+
+    def dequantized(self) -> torch.Tensor:
+        """Returns the weight [N, K] in fp32."""
+
+
 class QuantizedProduct(Protocol):
     """Multiplies x [..., K] with a quantized weight, plus bias [N]; returns [..., N] in x's dtype or `out_dtype`."""
 

@@ -68,7 +68,7 @@ def problem_of_sender(serialized: Sequence[str], otherwise: str) -> str:
     """Returns "" if all are handles of files, which only the user that the server runs as can make; what is wrong with
     one of them; `otherwise` for contents, which anybody can send."""
     try:
-        return "" if all([_sent_file(each) is not None for each in serialized]) else otherwise
+        return "" if all(_sent_file(each) is not None for each in serialized) else otherwise
     except RequestError as error:
         return error.message
 

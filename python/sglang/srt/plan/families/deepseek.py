@@ -92,7 +92,7 @@ DEEPSEEK_V32 = replace(
 )
 GLM_MOE_DSA = replace(
     DEEPSEEK_V3,
-    title="GLM-5, GLM-5.1 and GLM-5.2",
+    title="GLM-5 to GLM-5.3",
     model_types=("glm_moe_dsa",),
     architectures=("GlmMoeDsaForCausalLM",),
     read=glm_moe_dsa,

@@ -3,22 +3,20 @@ are the values.
 
 A program computes BLOCK_H heads of one token over a split of its entries, first those of the first cache and then those
 of the second; `merge_shares_kernel` merges the splits. As in `latent_decode`, an entry is read once and used as key and
-value, and slots are loaded a tile ahead of the entries. Entries are stored in one of three formats:
+value, and slots are loaded a tile ahead of the entries. Entries are stored in one of two formats:
 
 - bf16 or fp16: RANK columns and, if ROPE > 0, as many more that are keys only.
 - packed: RANK e4m3 numbers with a scale for every GROUP of them, then ROPE columns in bfloat16. Pairs of e4m3 numbers
   are read as 16 bits, which the instruction that transposes moves; even and odd columns are multiplied apart. e4m3 is
   exact in the queries' type, and scales are multiplied to scores and weights: never to entries.
-- records (`plan.latent_record`) in eight or in four bits, of one cache or of two (`sparse_records`).
 
-Reference: `native_sparse_ops.attend_selected`.
+Records (`plan.latent_record`) are read by `sparse_records`. Reference: `native_sparse_ops.attend_selected`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -28,7 +26,6 @@ from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES, packed_attention_kernel
-from sglang.srt.layers.attention.triton_ops.sparse_records import record_attention_kernel
 from sglang.srt.layers.attention.triton_ops.sparse_steps import (
     finish,
     merge_shares_kernel,
@@ -38,10 +35,6 @@ from sglang.srt.layers.attention.triton_ops.sparse_steps import (
     store_lse,
 )
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.latent_records import check_records, record_constants
-
-if TYPE_CHECKING:
-    from sglang.srt.plan.latent_record import LatentRecord
 
 MERGE_COLS = 128
 """Columns per program of `merge_shares_kernel`."""
@@ -148,37 +141,31 @@ def sparse_attention_fwd(
     num_sms: int,
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    record: LatentRecord | None = None,
-    record_scale: float = 1.0,
 ) -> None:
     """Computes `native_sparse_ops.attend_selected` for q [T, H, D] in bf16 or fp16, one or two caches [S, 1, D] of the
-    same dtype or of records (`record`), or one packed cache [S, 1, 656] uint8, and out [T, H, Dv]; the strides of rows
+    same dtype, or one packed cache [S, 1, 656] uint8, and out [T, H, Dv]; the strides of rows
     of q, out and caches are free, lse [T, H] is contiguous. `num_sms`: of the GPU. Raises ValueError for two packed
     caches."""
     if len(q) == 0:
         return
     caches = [cache for cache, _ in sources]
-    packed = record is None and caches[0].dtype == torch.uint8
+    packed = caches[0].dtype == torch.uint8
     if packed and len(caches) > 1:
         raise ValueError("packed latents are read from one cache, not from two")
-    if record is None and any(selection.rows is not None for _, selection in sources):
+    if any(selection.rows is not None for _, selection in sources):
         raise ValueError("slots in rows of a table are read with records alone")
-    if not packed and record is None and any(cache.dtype != q.dtype for cache in caches):
+    if not packed and any(cache.dtype != q.dtype for cache in caches):
         raise TypeError(f"caches are {[cache.dtype for cache in caches]}: neither packed (uint8) nor {q.dtype}")
-    tiles = sum(triton.cdiv(selection.slots.shape[1], tile["BLOCK_N"]) for _, selection in sources)
-    shares = _Shares.cut(q, out, tiles, tile, num_sms)
-    if record is not None:
-        _launch_records(q, sources, record, record_scale, out, scale, sinks, lse, tile, shares)
-    elif packed:
+    shares = Shares.cut(q, out, sources, tile, num_sms)
+    if packed:
         _launch_packed(q, *sources[0], out, scale, sinks, lse, tile, shares)
     else:
         _launch_plain(q, sources, out, scale, sinks, lse, tile, shares)
-    if shares.count > 1:
-        _merge(out, sinks, lse, shares)
+    shares.merge(out, sinks, lse)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
+class Shares:
     """The splits of each token's entries and the buffers of their partial results."""
 
     count: int
@@ -187,13 +174,20 @@ class _Shares:
     part_lse: torch.Tensor  # [T, count, H] fp32
 
     @staticmethod
-    def cut(q: torch.Tensor, out: torch.Tensor, tiles: int, tile: Mapping[str, int], num_sms: int) -> _Shares:
+    def cut(
+        q: torch.Tensor,
+        out: torch.Tensor,
+        sources: Sequence[tuple[torch.Tensor, Selection]],
+        tile: Mapping[str, int],
+        num_sms: int,
+    ) -> Shares:
         num_tokens, num_heads, _ = q.shape
+        tiles = sum(triton.cdiv(selection.slots.shape[1], tile["BLOCK_N"]) for _, selection in sources)
         head_tiles = triton.cdiv(num_heads, tile["BLOCK_H"])
         count = num_shares(num_tokens * head_tiles, tiles, num_sms * tile["ctas_per_sm"])
         rows = (num_tokens, count, num_heads) if count > 1 else (1,)
         part_o = torch.empty((*rows, out.shape[2]), dtype=torch.float32, device=q.device)
-        return _Shares(count, head_tiles, part_o, torch.empty(rows, dtype=torch.float32, device=q.device))
+        return Shares(count, head_tiles, part_o, torch.empty(rows, dtype=torch.float32, device=q.device))
 
     def outputs(
         self, sinks: torch.Tensor | None, lse: torch.Tensor | None
@@ -205,6 +199,19 @@ class _Shares:
         flags = {"HAS_SINKS": alone and sinks is not None, "HAS_LSE": alone and lse is not None}
         return stand_in if lse is None else lse, stand_in if sinks is None else sinks, flags
 
+    def merge(self, out: torch.Tensor, sinks: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+        """Writes the outputs of several splits."""
+        if self.count == 1:
+            return
+        num_tokens, num_heads, rank = out.shape
+        stand_in = self.part_lse
+        merge_shares_kernel[(num_heads, num_tokens, rank // MERGE_COLS)](
+            out, stand_in if lse is None else lse, stand_in if sinks is None else sinks, self.part_o, self.part_lse,
+            self.count, num_heads, out.stride(0), out.stride(1), RANK=rank, COLS=MERGE_COLS,
+            SHARES=max(MIN_SHARES, triton.next_power_of_2(self.count)), HAS_SINKS=sinks is not None,
+            HAS_LSE=lse is not None, num_warps=4, **pdl.options(),
+        )  # fmt: skip
+
 
 def _launch_plain(
     q: torch.Tensor,
@@ -214,7 +221,7 @@ def _launch_plain(
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None,
     tile: Mapping[str, int],
-    shares: _Shares,
+    shares: Shares,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
     rank = out.shape[2]
@@ -239,7 +246,7 @@ def _launch_packed(
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None,
     tile: Mapping[str, int],
-    shares: _Shares,
+    shares: Shares,
 ) -> None:
     if cache.stride(0) != PACKED_BYTES or cache.shape[-1] != PACKED_BYTES:
         raise ValueError(f"packed latents lie {PACKED_BYTES} bytes apart, not {cache.stride(0)}")
@@ -251,47 +258,4 @@ def _launch_packed(
         num_heads, shares.head_tiles, shares.count, scale * LOG2E, q.stride(0), q.stride(1), out.stride(0),
         out.stride(1), selection.slots.stride(0), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
         num_warps=tile["num_warps"], num_stages=tile["num_stages"], **flags, **pdl.options(),
-    )  # fmt: skip
-
-
-def _launch_records(
-    q: torch.Tensor,
-    sources: Sequence[tuple[torch.Tensor, Selection]],
-    record: LatentRecord,
-    record_scale: float,
-    out: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    tile: Mapping[str, int],
-    shares: _Shares,
-) -> None:
-    num_tokens, num_heads, _ = q.shape
-    numbers = torch.int16 if record.bits == 8 else torch.uint8
-    views = []
-    for cache, _ in sources:
-        check_records(cache, record)
-        views.append((cache.view(numbers), cache.view(torch.bfloat16), cache))
-    selection, more = sources[0][1], sources[-1][1]
-    lse, sinks, flags = shares.outputs(sinks, lse)
-    record_attention_kernel[(num_tokens * shares.count * shares.head_tiles,)](
-        q, out, lse, sinks, *views[0], selection.slots, selection.counts,
-        selection.counts if selection.rows is None else selection.rows, *views[-1], more.slots, more.counts,
-        shares.part_o, shares.part_lse, num_heads, shares.head_tiles, shares.count, scale * LOG2E, float(record_scale),
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), selection.slots.stride(0), more.slots.stride(0),
-        RANK=record.rank, ROPE=record.rope, ROPE_AT=record.rope_at, ROPE_VALUES=out.shape[2] > record.rank,
-        **record_constants(record), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
-        HAS_ROWS=selection.rows is not None, HAS_MORE=len(sources) > 1, num_warps=tile["num_warps"],
-        num_stages=tile["num_stages"], **flags, **pdl.options(),
-    )  # fmt: skip
-
-
-def _merge(out: torch.Tensor, sinks: torch.Tensor | None, lse: torch.Tensor | None, shares: _Shares) -> None:
-    num_tokens, num_heads, rank = out.shape
-    stand_in = shares.part_lse
-    merge_shares_kernel[(num_heads, num_tokens, rank // MERGE_COLS)](
-        out, stand_in if lse is None else lse, stand_in if sinks is None else sinks, shares.part_o, shares.part_lse,
-        shares.count, num_heads, out.stride(0), out.stride(1), RANK=rank, COLS=MERGE_COLS,
-        SHARES=max(MIN_SHARES, triton.next_power_of_2(shares.count)), HAS_SINKS=sinks is not None,
-        HAS_LSE=lse is not None, num_warps=4, **pdl.options(),
     )  # fmt: skip

@@ -8,12 +8,22 @@ of the values, too. Reference: `native_sparse_ops.attend_selected`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import load_rows
+from sglang.srt.layers.attention.selection import Selection
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
+from sglang.srt.layers.attention.triton_ops.sparse_attention import Shares, sparse_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_steps import finish, share_of, softmax_step, store_lse
-from sglang.srt.layers.triton_ops.latent_records import load_record
+from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.latent_records import check_records, load_record, record_constants
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.latent_record import LatentRecord
 
 
 @triton.jit
@@ -135,3 +145,57 @@ def record_attention_kernel(
             o_ptr, part_o_ptr, acc_pe * final[:, None], token, split, num_splits, num_heads, stride_ot, stride_oh, head,
             head_ok, cols, cols < WIDTH, WIDTH,
         )  # fmt: skip
+
+
+def record_attention_fwd(
+    q: torch.Tensor,
+    sources: Sequence[tuple[torch.Tensor, Selection]],
+    out: torch.Tensor,
+    *,
+    scale: float,
+    tile: Mapping[str, int],
+    num_sms: int,
+    record: LatentRecord,
+    record_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Does as `sparse_attention_fwd` for one or two caches of records [S, 1, size] uint8."""
+    if len(q) == 0:
+        return
+    num_tokens, num_heads, _ = q.shape
+    numbers = torch.int16 if record.bits == 8 else torch.uint8
+    views = []
+    for cache, _ in sources:
+        check_records(cache, record)
+        views.append((cache.view(numbers), cache.view(torch.bfloat16), cache))
+    selection, more = sources[0][1], sources[-1][1]
+    shares = Shares.cut(q, out, sources, tile, num_sms)
+    into_lse, from_sinks, flags = shares.outputs(sinks, lse)
+    record_attention_kernel[(num_tokens * shares.count * shares.head_tiles,)](
+        q, out, into_lse, from_sinks, *views[0], selection.slots, selection.counts,
+        selection.counts if selection.rows is None else selection.rows, *views[-1], more.slots, more.counts,
+        shares.part_o, shares.part_lse, num_heads, shares.head_tiles, shares.count, scale * LOG2E, float(record_scale),
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), selection.slots.stride(0), more.slots.stride(0),
+        RANK=record.rank, ROPE=record.rope, ROPE_AT=record.rope_at, ROPE_VALUES=out.shape[2] > record.rank,
+        **record_constants(record), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        HAS_ROWS=selection.rows is not None, HAS_MORE=len(sources) > 1, num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"], **flags, **pdl.options(),
+    )  # fmt: skip
+    shares.merge(out, sinks, lse)
+
+
+def attention_fwd(
+    q: torch.Tensor,
+    sources: Sequence[tuple[torch.Tensor, Selection]],
+    out: torch.Tensor,
+    *,
+    record: LatentRecord | None = None,
+    record_scale: float = 1.0,
+    **how: Any,
+) -> None:
+    """Computes `native_sparse_ops.attend_selected` over records, or over entries of other formats."""
+    if record is None:
+        sparse_attention_fwd(q, sources, out, **how)
+    else:
+        record_attention_fwd(q, sources, out, record=record, record_scale=record_scale, **how)
