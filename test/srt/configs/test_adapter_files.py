@@ -112,6 +112,7 @@ def test_modules(values: dict[str, Any], expected: bool) -> None:
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": ["pissa"]}, "init_lora_weights"),
         ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
         ({"of_next_year": 1}, "of_next_year"),
         ({"r": 10**9}, "1 to 512"),
@@ -272,7 +273,7 @@ def test_named_adapters(entry: str, adapter: NamedAdapter) -> None:
 def test_adapters_as_objects() -> None:
     """As `Engine` takes them."""
     for given in (
-        {"a": "/x", "b=": "/y"},
+        {"a": Path("/x"), "b=": "/y"},
         [{"lora_name": "a", "lora_path": "/x"}, {"lora_name": "b=", "lora_path": "/y"}],
     ):
         args = ServerArgs.from_kwargs(model_path="m", device="cpu", lora_paths=given, max_loras_per_batch=2)

@@ -54,7 +54,7 @@ def written(given: Any) -> Any:
         given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
     if not isinstance(given, list):
         return given
-    return [json.dumps(each) if isinstance(each, dict) else each for each in given]
+    return [json.dumps(each, default=str) if isinstance(each, dict) else each for each in given]  # of a `Path`, too
 
 
 def _named(entry: str) -> NamedAdapter:

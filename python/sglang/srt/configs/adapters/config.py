@@ -150,7 +150,7 @@ def _refuse(values: Mapping[str, Any], source: str) -> None:
     if bias != "none":
         raise UserError(f"{source}: bias {bias!r} is not supported: trained biases are not added; 'none' is.")
     init = values.get("init_lora_weights", True)
-    if not isinstance(init, bool) and init is not None and init not in _PLAIN_INITS:
+    if not isinstance(init, bool) and init is not None and not (isinstance(init, str) and init in _PLAIN_INITS):
         raise UserError(
             f"{source}: init_lora_weights {init!r} is not supported: the base model's weights were changed with it."
             " Save the adapter with path_initial_model_for_weight_conversion."
