@@ -136,7 +136,6 @@ def test_fp4_has_a_scale_for_16_values(build: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "why"),
     [
-        ("qwen38_flash_next_nvfp4", {}, RankLayout(2), "blocks that pooled keys select"),
         ("minimax_m3_nvfp4", {}, RankLayout(4), "an indexer selects by blocks"),
         ("qwen3", {"head_dim": 72}, ONE_RANK, "heads of 72 dims are no multiple of 16"),
         ("glm47", {"num_key_value_heads": 2}, RankLayout(8, dcp_size=4), "ranks share out their tokens"),
