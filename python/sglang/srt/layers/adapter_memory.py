@@ -15,11 +15,15 @@ from sglang.srt.plan.adapters import AdapterPlan
 @dataclass(slots=True)
 class HostAdapter:
     """An adapter in main memory, in the form of a slot: A and B of the linear layers that it changes, by the layer's
-    number, and the ranks of all [layers, 1] int32. `absorbs`: prompts with it take latents as they are."""
+    number, and the ranks of all [layers, 1] int32. `absorbs`: prompts with it take latents as they are. `lengths` [N]
+    fp32, by such numbers: those that DoRA gives the rows, NaN for rows that stay as they are; `scales` [2, N]: what
+    becomes of them, as in `AdapterWeights`."""
 
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor]]
     ranks: torch.Tensor
     absorbs: bool = False
+    lengths: dict[int, torch.Tensor] = field(default_factory=dict)
+    scales: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,11 @@ class StepTokens:
     """The tokens as the kernels of linear layers take them."""
     by_head: dict[int, Any] = field(default_factory=dict)
     """Pairs of a token and each of so many heads, as the kernels of experts take them."""
+
+
+def unscaled(slots: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Returns the scales of slots that leave a layer's own output as it is [slots, 2, rows]."""
+    return torch.tensor([1.0, 0.0], device=device)[None, :, None].repeat(slots, 1, rows)
 
 
 class _Running(threading.local):
@@ -68,5 +77,8 @@ class AdapterMemory:
             weights = self.linears[number]
             weights.a[slot - 1].copy_(a, non_blocking=True)
             weights.b[slot - 1].copy_(b, non_blocking=True)
+            if isinstance(weights, AdapterWeights) and weights.scales is not None:
+                scales = adapter.scales.get(number)
+                weights.scales[slot - 1].copy_(weights.scales.new_tensor([[1.0], [0.0]]) if scales is None else scales)
         self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
         (self.absorbing.add if adapter.absorbs else self.absorbing.discard)(slot)

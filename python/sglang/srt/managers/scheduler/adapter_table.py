@@ -137,6 +137,10 @@ class AdapterTable:
             loaded = Loaded(reading.adapter)
         if pinned and not loaded.pinned and self._num_pinned() + 1 >= self._num_slots:
             return f"--max-loras-per-batch {self._num_slots} leaves no slot for others if one more adapter is pinned"
+        if loaded.adapter.lengths:
+            layers = self._runner.adapters
+            assert layers is not None
+            layers.scale(loaded.adapter)
         loaded.pinned = loaded.pinned or pinned
         self._loaded[adapter_id] = loaded
         return ""
