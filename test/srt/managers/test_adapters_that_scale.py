@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.configs.adapters.files import content_id
+from sglang.srt.managers.scheduler.weight_updates import WeightUpdates
+from sglang.srt.utils.engine_state import StateError
 from srt.adapter_files import LINEAR, write_adapter
 from srt.managers.test_adapters import Adapters, prompt, run
 
@@ -36,6 +37,18 @@ def test_beside_others(tmp_path: Path, model: str) -> None:
     scales = [getattr(linear, "scales", None) for linear in layers.linears]
     used += sum(each.nbytes for each in scales if each is not None)
     assert used == plan.adapters.num_bytes(plan.weights, plan.dtype)
+
+
+def test_new_weights_are_refused_meanwhile(tmp_path: Path) -> None:
+    one = Adapters("qwen3", tmp_path, {"scaled": FORMS["scaled"], "plain": FORMS["plain"]})
+    scheduler = one.scheduler(lora_paths=[str(one.paths["scaled"])])
+    updates = WeightUpdates.__new__(WeightUpdates)
+    updates.scheduler = scheduler
+    with pytest.raises(StateError, match="use_dora have lengths of the old weights"):
+        updates._refuse_scaled()
+    assert scheduler.adapters is not None
+    scheduler.adapters.unload(one.ids["scaled"])
+    updates._refuse_scaled()
 
 
 def test_a_server_without_room(tmp_path: Path) -> None:

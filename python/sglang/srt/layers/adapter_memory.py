@@ -78,7 +78,11 @@ class AdapterMemory:
             weights.a[slot - 1].copy_(a, non_blocking=True)
             weights.b[slot - 1].copy_(b, non_blocking=True)
             if isinstance(weights, AdapterWeights) and weights.scales is not None:
-                scales = adapter.scales.get(number)
-                weights.scales[slot - 1].copy_(weights.scales.new_tensor([[1.0], [0.0]]) if scales is None else scales)
+                scales, place = adapter.scales.get(number), weights.scales[slot - 1]
+                if scales is not None:
+                    place.copy_(scales)
+                else:
+                    place[0].fill_(1.0)
+                    place[1].zero_()
         self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
         (self.absorbing.add if adapter.absorbs else self.absorbing.discard)(slot)

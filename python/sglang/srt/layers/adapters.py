@@ -217,9 +217,7 @@ class AdapterLayers(AdapterMemory):
             return None
         return self._linear([ModuleRows(module, "", whole(hidden_size), vocabulary)])
 
-    def head(
-        self, module: str, vocabulary: ShardRange, hidden_size: int, product: Product
-    ) -> AdapterLinear | None:
+    def head(self, module: str, vocabulary: ShardRange, hidden_size: int, product: Product) -> AdapterLinear | None:
         """Returns memory for the adapters of the output head, of which this rank has these rows; None: it has none.
         product: the head's own."""
         if not self.plan.serves_head:

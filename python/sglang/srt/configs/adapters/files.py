@@ -140,7 +140,9 @@ def _pairs(tensors: Mapping[str, Stored], config: AdapterConfig, path: Path) -> 
             pairs[parameter] = _flat_pair(parameter, names, tensors, config, path)
         else:
             pairs[module] = _pair(module, names, tensors, config, path)
-    return _with_magnitudes(pairs, {module: name for module, each in magnitudes.items() for name in each.values()}, tensors, config, path)
+    return _with_magnitudes(
+        pairs, {module: name for module, each in magnitudes.items() for name in each.values()}, tensors, config, path
+    )
 
 
 def _put(names: dict[str, dict[str, str]], module: str, side: str, name: str, path: Path) -> None:

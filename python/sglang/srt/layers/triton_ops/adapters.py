@@ -294,7 +294,8 @@ def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
     """Returns the weights with their `Tiles`."""
     device = weights.parts.device
     parts, counts = (each.tolist() for each in torch.unique_consecutive(weights.parts, return_counts=True))
-    runs = list(zip(parts, itertools.accumulate(counts, initial=0), itertools.accumulate(counts)))
+    ends = list(itertools.accumulate(counts))
+    runs = list(zip(parts, [0, *ends[:-1]], ends, strict=True))
     table, wide = (
         [(at, min(at + size, end), part) for part, begin, end in runs for at in range(begin, end, size)]
         for size in (TILE, WIDE)
@@ -374,7 +375,8 @@ def look_up(ids: torch.Tensor, first: int, ordered: Chunks, weights: AdapterWeig
 
 
 def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Adds B times A x to out [T, N], which is scaled before if the weights say so. Its rows are contiguous, and it may be fp32 where the weights are not."""
+    """Adds B times A x to out [T, N], which is scaled before if the weights say so. Its rows are contiguous, and it may
+    be fp32 where the weights are not."""
     assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
     rank = weights.a.shape[2]
     many = ordered.rows > 16

@@ -154,6 +154,11 @@ class AdapterTable:
         """Forgets what was read of an adapter, or is being read."""
         self._reading.pop(adapter_id, None)
 
+    @property
+    def has_scaled(self) -> bool:
+        """Returns whether an adapter is loaded that scales rows of the model's weights."""
+        return any(loaded.adapter.scales for loaded in self._loaded.values())
+
     def _num_pinned(self) -> int:
         return sum(loaded.pinned for loaded in self._loaded.values())
 
