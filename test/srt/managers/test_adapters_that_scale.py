@@ -34,8 +34,7 @@ def test_beside_others(tmp_path: Path, model: str) -> None:
     layers, plan = scheduler.runner.adapters, scheduler.runner.plan
     assert layers is not None and plan.adapters is not None
     used = sum(side.nbytes for linear in layers.linears for side in (linear.a, linear.b))
-    scales = [getattr(linear, "scales", None) for linear in layers.linears]
-    used += sum(each.nbytes for each in scales if each is not None)
+    used += sum(scales.nbytes for scales in layers.scales.values())
     assert used == plan.adapters.num_bytes(plan.weights, plan.dtype)
 
 

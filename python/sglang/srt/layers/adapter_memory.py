@@ -17,7 +17,7 @@ class HostAdapter:
     """An adapter in main memory, in the form of a slot: A and B of the linear layers that it changes, by the layer's
     number, and the ranks of all [layers, 1] int32. `absorbs`: prompts with it take latents as they are. `lengths` [N]
     fp32, by such numbers: those that DoRA gives the rows, NaN for rows that stay as they are; `scales` [2, N]: what
-    becomes of them, as in `AdapterWeights`."""
+    becomes of them, as in `AdapterMemory`."""
 
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor]]
     ranks: torch.Tensor
@@ -38,11 +38,6 @@ class StepTokens:
     """Pairs of a token and each of so many heads, as the kernels of experts take them."""
 
 
-def unscaled(slots: int, rows: int, device: torch.device) -> torch.Tensor:
-    """Returns the scales of slots that leave a layer's own output as it is [slots, 2, rows]."""
-    return torch.tensor([1.0, 0.0], device=device)[None, :, None].repeat(slots, 1, rows)
-
-
 class _Running(threading.local):
     """The tokens of the step that a thread computes; of two microbatches each may have its thread."""
 
@@ -61,6 +56,9 @@ class AdapterMemory:
         """The largest rank of a part, by linear layer and slot; 0: the adapter leaves the layer alone."""
         self.linears: list[AdapterWeights | ExpertAdapterWeights] = []
         """Of each linear layer, and of each product of a layer's experts."""
+        self.scales: dict[int, torch.Tensor] = {}
+        """By a linear layer's number and for each slot, [1 + slots, 2, N] fp32: what DoRA multiplies the layer's own
+        output by, and what it then adds, the share of the bias. The first place is for tokens without an adapter."""
 
     @property
     def tokens(self) -> StepTokens | None:
@@ -77,12 +75,7 @@ class AdapterMemory:
             weights = self.linears[number]
             weights.a[slot - 1].copy_(a, non_blocking=True)
             weights.b[slot - 1].copy_(b, non_blocking=True)
-            if isinstance(weights, AdapterWeights) and weights.scales is not None:
-                scales, place = adapter.scales.get(number), weights.scales[slot - 1]
-                if scales is not None:
-                    place.copy_(scales)
-                else:
-                    place[0].fill_(1.0)
-                    place[1].zero_()
+        for number, places in self.scales.items():
+            places[slot].copy_(adapter.scales[number] if number in adapter.scales else places[0])
         self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
         (self.absorbing.add if adapter.absorbs else self.absorbing.discard)(slot)

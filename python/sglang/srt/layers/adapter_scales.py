@@ -1,7 +1,7 @@
 """DoRA: the lengths of the rows of W + B A, by which an adapter's own lengths m become factors g = m / ||W + B A||.
 
 A layer with such an adapter returns g (W x) + g B A x + bias. g B is one matrix, and so takes the place of B; the
-layer's own output is scaled where B A x is added (`AdapterWeights.scales`).
+layer's own output is scaled before B A x is added (`AdapterMemory.scales`).
 
 W is held in many forms, some of which only a kernel reads. So it is asked of the layer's own product, column by column.
 """
@@ -19,6 +19,21 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 MOST_COLUMNS, MOST_OUTPUTS = 256, 1 << 22
 """Columns of W, and numbers of them, that are computed at once."""
+SCALED_AT_ONCE = 1 << 21
+"""Numbers of an output that are scaled at once: 16 MB of factors and shifts."""
+
+
+def unscaled(slots: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Returns scales that leave a layer's own output as it is [1 + slots, 2, rows]."""
+    return torch.tensor([1.0, 0.0], device=device)[None, :, None].repeat(1 + slots, 1, rows)
+
+
+def scale_rows(out: torch.Tensor, slots: torch.Tensor, scales: torch.Tensor) -> None:
+    """Scales a layer's own output [T, N] in place. slots [T]: of each token's adapter, counted from 1; 0: none."""
+    step = max(1, SCALED_AT_ONCE // out.shape[1])
+    for some, places in zip(out.split(step), slots.split(step), strict=True):
+        factors = scales[places]
+        some.copy_(torch.addcmul(factors[:, 1], some.float(), factors[:, 0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDINGS, HEADS
 from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
-from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter, StepTokens, unscaled
-from sglang.srt.layers.adapter_scales import BaseProduct, Product
+from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter, StepTokens
+from sglang.srt.layers.adapter_scales import BaseProduct, Product, scale_rows, unscaled
 from sglang.srt.layers.expert_adapters import (
     EXPERT_MODULE,
     LAYER_OF,
@@ -113,23 +113,20 @@ class AdapterLinear:
                 torch.zeros((plan.slots, sum(heights), plan.room), dtype=dtype, device=device),
                 layers.ranks[number],
                 parts.to(device),
-                scales=None if base is None or not plan.dora else unscaled(plan.slots, sum(heights), device),
             )
         )
+        if base is not None and plan.dora:
+            layers.scales[number] = unscaled(plan.slots, sum(heights), device)
         begins = [sum(heights[:i]) for i in range(len(shards))]
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
     def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added: in a launch of
-        its own where few tokens are there, and in the CUDA graph of a large step with A x beside the product."""
+        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In the CUDA
+        graph of a large step A x is computed beside the product."""
         layers, kernels, tokens = self.layers, self.layers.kernels, self.layers.tokens
         if tokens is None:
             return product()
         assert len(tokens.slots) == len(x), f"{len(x)} rows of a step of {len(tokens.slots)} tokens"
-        if kernels.takes_one_launch(tokens.ordered, self.weights):
-            out = product()
-            kernels.add(x, out, tokens.ordered, self.weights)
-            return out
         if layers.stream is None or len(x) < ASIDE or not torch.cuda.is_current_stream_capturing():
             low, out = kernels.shrink(x, tokens.ordered, self.weights), product()
         else:
@@ -139,12 +136,20 @@ class AdapterLinear:
                 low = kernels.shrink(x, tokens.ordered, self.weights, aside=True)
             out = product()
             main.wait_stream(layers.stream)
+        self._scale(out, tokens)
         kernels.expand(low, out, tokens.ordered, self.weights)
         return out
+
+    def _scale(self, out: torch.Tensor, tokens: StepTokens) -> None:
+        """Scales a layer's own output, if adapters may do that."""
+        scales = self.layers.scales.get(self.number)
+        if scales is not None:
+            scale_rows(out, tokens.slots, scales)
 
     def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
         """Adds B A x of the adapters of some of a step's tokens to out [R, N], x [R, K]."""
         kernels = self.layers.kernels
+        self._scale(out, tokens)
         kernels.expand(kernels.shrink(x, tokens.ordered, self.weights), out, tokens.ordered, self.weights)
 
     def look_up(self, ids: torch.Tensor, first: int, out: torch.Tensor) -> None:
@@ -228,7 +233,7 @@ class AdapterLayers(AdapterMemory):
     def _linear(self, shards: Sequence[ModuleRows], base: BaseProduct | None = None) -> AdapterLinear:
         linear = AdapterLinear(self, len(self.linears), shards, base)
         self.linears.append(linear.weights)
-        if linear.weights.scales is not None and base is not None:
+        if base is not None and self.plan.dora:
             self.scaled[linear.number] = base
         for place in linear.places:
             self.places.setdefault(place.shard.module, []).append(place)

@@ -13,7 +13,6 @@ Order = TypeVar("Order", covariant=True)
 Shrink = TypeVar("Shrink")
 LookUp = TypeVar("LookUp")
 Expand = TypeVar("Expand")
-TakesOne = TypeVar("TakesOne")
 Add = TypeVar("Add", covariant=True)
 
 
@@ -27,8 +26,6 @@ class AdapterWeights:
         ranks: [S] int32, the largest rank of a part; 0: the adapter leaves the layer alone
         parts: [N] int32, the part that each row belongs to
         tiles: what a kernel's `prepare` has made of them
-        scales: [S, 2, N] fp32, of DoRA: what the layer's own output is multiplied by, and what is then added (the share
-            of its bias); None: no adapter has any
     """
 
     a: torch.Tensor
@@ -36,22 +33,18 @@ class AdapterWeights:
     ranks: torch.Tensor
     parts: torch.Tensor
     tiles: Any = None
-    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterKernels(Generic[Prepare, Order, Shrink, LookUp, Expand, TakesOne, Add]):
+class AdapterKernels(Generic[Prepare, Order, Shrink, LookUp, Expand]):
     """What is prepared for a layer's weights, how the tokens of a step are ordered by adapter once for all layers, and
-    the two products of a layer, A x (in an embedding a column of A) and B times that, or both in one launch where that
-    is faster, with the types of those here."""
+    the two products of a layer, A x (in an embedding a column of A) and B times that, with the types of those here."""
 
     prepare: Prepare
     order: Order
     shrink: Shrink
     look_up: LookUp
     expand: Expand
-    takes_one_launch: TakesOne
-    add: Add
 
 
 def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
@@ -87,16 +80,12 @@ def look_up(ids: torch.Tensor, first: int, ordered: Any, weights: AdapterWeights
 
 
 def expand(low: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
-    """Adds B times `shrink`'s result to out [T, N], which is scaled before if the weights say so."""
+    """Adds B times `shrink`'s result to out [T, N]."""
     for slot, rank, rows in _each_adapter(ordered, weights):
         for part in range(weights.a.shape[1]):
             cols = torch.nonzero(weights.parts == part).flatten()
             delta = low[rows, part, :rank].float() @ weights.b[slot][cols, :rank].float().T
-            own = out[rows[:, None], cols].float()
-            if weights.scales is not None:
-                factor, shift = weights.scales[slot][:, cols]
-                own = own * factor + shift
-            out[rows[:, None], cols] = (own + delta).to(out.dtype)
+            out[rows[:, None], cols] = (out[rows[:, None], cols].float() + delta).to(out.dtype)
 
 
 def _each_adapter(slots: torch.Tensor, weights: AdapterWeights) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -107,14 +96,9 @@ def _each_adapter(slots: torch.Tensor, weights: AdapterWeights) -> Iterator[tupl
             yield slot, rank, rows
 
 
-def takes_one_launch(ordered: Any, weights: AdapterWeights) -> bool:
-    """Returns whether a step's tokens are better added by `add` than by `shrink` and `expand`."""
-    return False
-
-
-def add_adapters(x: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
-    """Adds B A x of each token's adapter to out [T, N], which is scaled before if the weights say so; x [T, K]."""
-    expand(shrink(x, ordered, weights), out, ordered, weights)
+def add_adapters(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, weights: AdapterWeights) -> None:
+    """Adds B A x of each token's adapter to out [T, N], x [T, K]. slots: as in `order_tokens`."""
+    expand(shrink(x, slots, weights), out, slots, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,5 +161,5 @@ def empty_slot(a: torch.Tensor, b: torch.Tensor, pinned: bool) -> tuple[torch.Te
     return one, other
 
 
-ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand, takes_one_launch, add_adapters)
+ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand)
 EXPERT_ADAPTERS = ExpertAdapterKernels(order_pairs, add_to_pairs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import torch
 
@@ -15,12 +14,6 @@ from sglang.srt.layers.triton_ops import adapters
 from .inputs import empty
 
 SLOTS = 8
-
-
-def tiles_of(rows: int) -> adapters.Tiles:
-    """As those of one part."""
-    table, wide = (empty(-(-rows // size), 3, dtype=torch.int32) for size in (adapters.TILE, adapters.WIDE))
-    return adapters.Tiles(table, wide, 16)
 
 
 def launch_adapters() -> None:
@@ -35,19 +28,12 @@ def launch_adapters() -> None:
             empty(SLOTS, rows, room),
             empty(SLOTS, dtype=torch.int32),
             empty(rows, dtype=torch.int32),
-            tiles_of(rows),
+            adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
         )
         with named("add_adapters", "all"):
             chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
             low = adapters.shrink(empty(tokens, size), chunks, weights)
             adapters.expand(low, empty(tokens, rows), chunks, weights)
-            if tokens == 1 and room <= adapters.SHRINK_R:
-                adapters.add(empty(tokens, size), empty(tokens, rows), chunks, weights)
-        with named("add_adapters", "scaled"):
-            scaled = replace(weights, scales=empty(SLOTS, 2, rows, dtype=torch.float32))
-            adapters.expand(low, empty(tokens, rows), chunks, scaled)
-            if tokens == 1 and room <= adapters.SHRINK_R:
-                adapters.add(empty(tokens, size), empty(tokens, rows), chunks, scaled)
 
 
 def launch_adapters_of_ends() -> None:
@@ -59,7 +45,7 @@ def launch_adapters_of_ends() -> None:
                 empty(SLOTS, rows, room),
                 empty(SLOTS, dtype=torch.int32),
                 empty(rows, dtype=torch.int32),
-                tiles_of(rows),
+                adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
             )
             with named("add_adapters", end):
                 chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
@@ -69,9 +55,6 @@ def launch_adapters_of_ends() -> None:
                     low = adapters.shrink(empty(tokens, size), chunks, weights)
                 out = empty(tokens, rows, dtype=torch.float32 if end == "head" else torch.bfloat16)
                 adapters.expand(low, out, chunks, weights)
-                if end == "head":
-                    scales = empty(SLOTS, 2, rows, dtype=torch.float32)
-                    adapters.expand(low, out, chunks, replace(weights, scales=scales))
 
 
 def launch_latent_adapters() -> None:

@@ -1,17 +1,15 @@
 """LoRA adapters of a linear layer, in two launches: A x into scratch (shrink), then B times that added to the layer's
-output (expand). Where a step has few tokens one launch does both (add). Reference: `layers/native_adapters`.
+output (expand). Reference: `layers/native_adapters`.
 
 Tokens of several adapters lie mixed in a step. Once for all layers they are ordered by adapter and cut into chunks, so
 that a program has tokens of one adapter, and a CUDA graph serves any mixture: it has as many chunks as there may be.
 Programs share the inner dimension of A, because there would be too few of them to read A at the memory's speed; their
-partial sums are added where they are read, always in the same order. The one launch adds in this order, too, so that a
-token's sum does not depend on the tokens around it.
+partial sums are added where they are read, always in the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,13 +30,8 @@ SHRINK_R, EXPAND_R = 64, 32
 """Most rows of A, and columns of B, that a program has at once."""
 BLOCK_K = 128
 MOST_SPANS = 16
-TILE, WIDE = 128, 256
-"""Columns of the output that a row of `tiles`, and of `wide`, stands for; all of one part."""
-ONE_LAUNCH_TOKENS = 16
-MOST_OF_PROGRAM, MOST_READ = 448 << 10, 16 << 20
-"""Most bytes of A and x that a program, and all of them, may read where one launch does both: each reads all of its
-part, which takes a multiprocessor about 4 us, as long as the launch that is saved. Calculated for an H200, not
-measured."""
+TILE = 128
+"""Columns of the output that a row of `tiles` stands for; all of one part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +48,9 @@ class Chunks:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
     """Columns of a layer's output: rows of `table` [M, 3] int32 are the first column, the end and the part of at most
-    TILE of them; `wide`: of at most WIDE. `aligned` divides all first columns."""
+    TILE of them. `aligned` divides all first columns."""
 
     table: torch.Tensor
-    wide: torch.Tensor
     aligned: int
 
 
@@ -173,7 +165,6 @@ def expand_kernel(
     order,
     chunks,
     ranks,
-    scales,  # [S, 2, N] fp32
     tiles,  # [tiles, 3] int32
     out,
     num_tokens,
@@ -187,7 +178,6 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     chunk = chunks + tl.program_id(0) * 3
@@ -218,91 +208,19 @@ def expand_kernel(
             weight = tl.load(b_rows + start, mask=more[:, None] & inside[None, :], other=0.0)
             here = some[:, None] & more[None, :]
             delta = tl.dot(sum_of_spans(low_rows + start, stride, here, SPANS, b.dtype.element_ty), weight, delta)
-        own = before.to(tl.float32)
-        if SCALED:
-            factors = scales + index.to(tl.int64) * 2 * N + begin + col
-            factor, shift = tl.load(factors, mask=inside, other=1.0), tl.load(factors + N, mask=inside, other=0.0)
-            own = own * factor[None, :] + shift[None, :]
-        tl.store(at, (own + delta).to(out.dtype.element_ty), mask=changes)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def add_kernel(
-    x,
-    a,
-    b,
-    order,
-    chunks,
-    ranks,
-    scales,  # [S, 2, N] fp32
-    tiles,  # [wide tiles, 3] int32
-    out,
-    N,
-    K,
-    R,
-    x_stride,
-    out_stride,
-    parts,
-    SPAN: tl.constexpr,  # columns of A whose products are added up before others
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # at least R
-    ALIGNED: tl.constexpr,
-    SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program (chunk, tile) has all of A x of its part."""
-    chunk = chunks + tl.program_id(0) * 3
-    slot, first, count = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
-    tile = tiles + tl.program_id(1) * 3
-    begin, end, part = tl.multiple_of(tl.load(tile), ALIGNED), tl.load(tile + 1), tl.load(tile + 2)
-    place, col, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    some, inside = (place < count) & (slot > 0), begin + col < end
-    index = (tl.maximum(slot, 1) - 1).to(tl.int64)
-    token = tl.load(order + first + place, mask=some, other=0).to(tl.int64)
-    rank = tl.where(slot > 0, tl.load(ranks + index), 0)
-    b_rows = b + (index * N + begin) * R + (col[None, :] * R + r[:, None])
-    expanding = tl.load(b_rows, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if rank > 0:
-        at = out + token[:, None] * out_stride + begin + col[None, :]
-        changes = some[:, None] & inside[None, :]
-        own = tl.load(at, mask=changes, other=0.0).to(tl.float32)
-        x_rows = x + token[:, None] * x_stride
-        a_rows = a + (index * parts + part) * R * K + r[None, :] * K
-        low, of_span = tl.zeros((BLOCK_M, BLOCK_R), tl.float32), tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            inputs = tl.load(x_rows + k[None, :], mask=some[:, None] & (k < K)[None, :], other=0.0)
-            weight = tl.load(a_rows + k[:, None], mask=(k < K)[:, None] & (r < rank)[None, :], other=0.0)
-            of_span = tl.dot(inputs, weight, of_span)
-            if (start + BLOCK_K) % SPAN == 0 or start + BLOCK_K >= K:
-                low += of_span
-                of_span = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        delta = tl.dot(low.to(b.dtype.element_ty), expanding)
-        if SCALED:
-            factors = scales + index * 2 * N + begin + col
-            factor, shift = tl.load(factors, mask=inside, other=1.0), tl.load(factors + N, mask=inside, other=0.0)
-            own = own * factor[None, :] + shift[None, :]
-        tl.store(at, (own + delta).to(out.dtype.element_ty), mask=changes)
+        tl.store(at, (before.to(tl.float32) + delta).to(out.dtype.element_ty), mask=changes)
 
 
 def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
     """Returns the weights with their `Tiles`."""
-    device = weights.parts.device
     parts, counts = (each.tolist() for each in torch.unique_consecutive(weights.parts, return_counts=True))
-    ends = list(itertools.accumulate(counts))
-    runs = list(zip(parts, [0, *ends[:-1]], ends, strict=True))
-    table, wide = (
-        [(at, min(at + size, end), part) for part, begin, end in runs for at in range(begin, end, size)]
-        for size in (TILE, WIDE)
-    )
+    table, begin = [], 0
+    for part, count in zip(parts, counts, strict=True):
+        table += [(at, min(at + TILE, begin + count), part) for at in range(begin, begin + count, TILE)]
+        begin += count
+    of_columns = torch.tensor(table, dtype=torch.int32, device=weights.parts.device)
     aligned = next(size for size in (16, 8, 4, 2, 1) if not any(first % size for first, _, _ in table))
-    of_columns, of_more = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in (table, wide))
-    return dataclasses.replace(weights, tiles=Tiles(of_columns, of_more, aligned))
+    return dataclasses.replace(weights, tiles=Tiles(of_columns, aligned))
 
 
 def chunk_rows(num_tokens: int) -> int:
@@ -339,18 +257,13 @@ def _order_many(slots: torch.Tensor, num_slots: int, num_chunks: int, rows: int)
     return Chunks(order, torch.where((index < num_slots)[:, None], table, 0).to(torch.int32), rows)
 
 
-def span_of(size: int, few: bool) -> int:
-    """Returns the columns of A that a program multiplies. few: chunks are short."""
-    return (1024 if few else 2048) * triton.next_power_of_2(triton.cdiv(size, 1024 * MOST_SPANS))
-
-
 def shrink(x: torch.Tensor, ordered: Chunks, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
     """Returns A x in partial sums [spans, T, P * R] fp32, by place in the order. Rows of x are contiguous."""
     num_tokens, size = x.shape
     _, num_parts, rank, _ = weights.a.shape
     few = ordered.rows < 64
     block_r = min(SHRINK_R, triton.next_power_of_2(rank))
-    span = span_of(size, few)
+    span = (1024 if few else 2048) * triton.next_power_of_2(triton.cdiv(size, 1024 * MOST_SPANS))
     spans = triton.cdiv(size, span)
     low = torch.empty((spans, num_tokens, num_parts * rank), dtype=torch.float32, device=x.device)
     shrink_kernel[(len(ordered.table), num_parts * triton.cdiv(rank, block_r), spans)](
@@ -375,45 +288,18 @@ def look_up(ids: torch.Tensor, first: int, ordered: Chunks, weights: AdapterWeig
 
 
 def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Adds B times A x to out [T, N], which is scaled before if the weights say so. Its rows are contiguous, and it may
-    be fp32 where the weights are not."""
+    """Adds B times A x to out [T, N]. Its rows are contiguous, and it may be fp32 where the weights are not."""
     assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
     rank = weights.a.shape[2]
     many = ordered.rows > 16
     block_n = 64 if many or len(out) <= 64 else TILE
     tiles = weights.tiles.table
     expand_kernel[(len(ordered.table), len(tiles) * (TILE // block_n))](
-        low, weights.b, ordered.order, ordered.table, weights.ranks,
-        weights.ranks if weights.scales is None else weights.scales, tiles, out, len(out), out.shape[1], rank,
+        low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, out, len(out), out.shape[1], rank,
         low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
         BLOCK_R=min(EXPAND_R, triton.next_power_of_2(rank)), TILE=TILE, ALIGNED=weights.tiles.aligned,
-        SCALED=weights.scales is not None, num_warps=8 if many else 4, num_stages=1, **pdl.options(),
+        num_warps=8 if many else 4, num_stages=1, **pdl.options(),
     )  # fmt: skip
 
 
-def takes_one_launch(ordered: Chunks, weights: AdapterWeights) -> bool:
-    """Returns whether `add` is faster than `shrink` and `expand`."""
-    assert isinstance(weights.tiles, Tiles)
-    num_tokens, (rank, size) = len(ordered.order), weights.a.shape[2:]
-    if num_tokens > ONE_LAUNCH_TOKENS or rank > SHRINK_R:
-        return False
-    of_program = (rank + num_tokens) * size * weights.a.element_size()
-    programs = len(ordered.table) * len(weights.tiles.wide)
-    return of_program <= MOST_OF_PROGRAM and programs * of_program <= MOST_READ
-
-
-def add(x: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Does as `shrink` and `expand`, in one launch. Rows of x and of out are contiguous."""
-    assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
-    _, num_parts, rank, size = weights.a.shape
-    block_r = triton.next_power_of_2(rank)
-    add_kernel[(len(ordered.table), len(weights.tiles.wide))](
-        x, weights.a, weights.b, ordered.order, ordered.table, weights.ranks,
-        weights.ranks if weights.scales is None else weights.scales, weights.tiles.wide, out,
-        out.shape[1], size, rank, x.stride(0), out.stride(0), num_parts, SPAN=span_of(size, True),
-        BLOCK_M=ordered.rows, BLOCK_N=WIDE, BLOCK_K=BLOCK_K, BLOCK_R=block_r, ALIGNED=weights.tiles.aligned,
-        SCALED=weights.scales is not None, num_warps=4, num_stages=8 if block_r <= 16 else 4, **pdl.options(),
-    )  # fmt: skip
-
-
-ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand, takes_one_launch, add)
+ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand)
