@@ -121,7 +121,7 @@ def _free_share(options: Mapping[str, Any]) -> float | None:
         return None
     if low is not None and low > high:
         raise UserError(f"{FLAG}: l3_cleaner_low_watermark is above l3_cleaner_high_watermark.")
-    return 1 - high / 100
+    return 1 - float(high) / 100
 
 
 @dataclass(frozen=True, slots=True)
