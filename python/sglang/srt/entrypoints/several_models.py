@@ -205,9 +205,9 @@ class SwitchingApp:
         if path.startswith("/v1/models/") and method == "GET":
             asked = path.removeprefix("/v1/models/")
             name = self._named(asked)
-            cards = self._models[name].cards(states[name])
+            of_model = self._models[name].cards(states[name])
             adapter = "" if asked in self._names or asked in self._models else asked.rpartition(":")[2]
-            card = cards.get(adapter) or (cards.get("") if adapter == LATEST else None)
+            card = of_model.get(adapter) or (of_model.get("") if adapter == LATEST else None)
             if card is None:
                 raise _unknown(asked)
             return _said(card)
