@@ -103,12 +103,12 @@ class ServedModel:
         if self.state.engine is None:
             return {}
         engine, created, name = self.state.engine, int(self.api.state.created), self.named.name
-        own = model_card(engine, created) | {"state": state, "aliases": list(self.named.aliases)}
+        model = model_card(engine, created) | {"state": state, "aliases": list(self.named.aliases)}
         of_adapters = {
             adapter: card | {"id": f"{name}:{adapter}", "display_name": f"{name}:{adapter}", "state": state}
             for adapter, card in adapter_cards(engine, created).items()
         }
-        return {"": own, **of_adapters}
+        return {"": model, **of_adapters}
 
 
 class SwitchingApp:
