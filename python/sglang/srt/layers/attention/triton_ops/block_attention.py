@@ -4,8 +4,8 @@ A program computes up to BLOCK_H query heads of one KV head and token, over a sp
 `merge_shares_kernel` merges the splits. The tokens of a block have consecutive slots, so one number per block gives the
 place of its keys and values. Blocks are in ascending order, and of the last only the tokens up to the query are seen,
 so a token sees a prefix of its selection. Float8 keys and values are converted to the queries' dtype; scores and
-results are multiplied by their scales. Heads of 192 dims are read as 128 and 64 columns, since a tile has a power of two
-of them.
+results are multiplied by their scales. Heads of 192 dims are read as 128 and 64 columns, since a tile has a power of
+two of them.
 
 Reference: `native_sparse_ops.attend_blocks`.
 """
