@@ -68,19 +68,24 @@ def plan_cache_scales(
     if path is None:
         return None, ()
     scales = read_cache_scales(path, model_types)
-    heads = {number: layer.mixer.kv_heads for number, layer in enumerate(model.layers) if layer.mixer.cache_scale_bytes}
+    layers = scaled_layers(model)
     if not has_tensor_scales(kv_dtype):
         return None, (f"{FLAG} has no effect: the KV cache is in {kv_dtype}; add --kv-cache-dtype fp8_e4m3",)
-    if not heads:
+    if not layers:
         return None, (f"{FLAG} has no effect: what the layers of this model cache brings scales of its own",)
     if strangers := sorted(number for number in scales.layers if number >= len(model.layers)):
         raise UserError(
             f"{FLAG} {path} has scales of layer {_listed(strangers)}, and {model.title} has {len(model.layers)} layers:"
             f" it was written for another model. {CALIBRATE}"
         )
-    if missing := sorted(heads.keys() - scales.layers.keys()):
+    if missing := sorted(set(layers) - scales.layers.keys()):
         raise UserError(f"{FLAG} {path} has no scale of layer {_listed(missing)}. {CALIBRATE}")
-    return CacheScales(scales.source, {number: scales.layers[number] for number in heads}), ()
+    return CacheScales(scales.source, {number: scales.layers[number] for number in layers}), ()
+
+
+def scaled_layers(model: ModelDescription) -> list[int]:
+    """Returns the layers that take scales."""
+    return [number for number, layer in enumerate(model.layers) if layer.mixer.cache_scale_bytes]
 
 
 def read_cache_scales(path: str, model_types: Collection[str]) -> CacheScales:
