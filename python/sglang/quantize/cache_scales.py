@@ -90,7 +90,8 @@ class CacheRecorder:
         part = self.parts[key]
         part.squares += x.square().sum().item()
         heads = torch.tensor(part.by_head, device=x.device)[:, None]
-        for form, scale in zip(FORMS, (1.0, part.scale, heads), strict=True):
+        scales: dict[str, float | torch.Tensor] = dict(zip(FORMS, (1.0, part.scale, heads), strict=True))
+        for form, scale in scales.items():
             part.errors[form] += (rounded(x, scale) - x).square().sum().item()
 
     def stores(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,18 +121,18 @@ class CacheRecorder:
     def by_layer(self, caches: Iterable[CacheStore], layers: Collection[int]) -> dict[int, dict[str, Part]]:
         """Returns the parts of the layers that take scales, in their order. Raises UserError for numbers that are not
         finite, and where nothing was seen."""
-        found: dict[int, dict[str, Part]] = {}
+        parts: dict[int, dict[str, Part]] = {}
         for cache in caches:
             if cache.layer_id not in layers or cache.name not in ("kv", "latent"):
                 continue
             keys = ((name, (cache.k.data_ptr(), name)) for name in ("k", "v"))
-            found[cache.layer_id] = {name: self.parts[key] for name, key in keys if key in self.parts}
-            for name, part in found[cache.layer_id].items():
+            parts[cache.layer_id] = {name: self.parts[key] for name, key in keys if key in self.parts}
+            for name, part in parts[cache.layer_id].items():
                 if not bool(part.largest.isfinite().all()):
                     raise UserError(f"{name} of layer {cache.layer_id} is not finite; the model is not sound")
                 if not bool(part.largest.any()):
                     raise UserError(f"{name} of layer {cache.layer_id} is always zero; give other prompts")
-        return dict(sorted(found.items()))
+        return dict(sorted(parts.items()))
 
 
 _CACHE_OF_LATENTS = 7
@@ -173,12 +174,12 @@ class CacheCalibration:
                 "--kv-cache-scales writes no scales into a checkpoint that a class of transformers computes; without"
                 " --scheme it writes the file, for --quantization-param-path"
             )
-        made = {}
+        tensors = {}
         for n, parts in self._each():
             for name, part in parts.items():
                 scale = torch.tensor(part.by_head)[:, None, None] if by_head else torch.tensor(part.scale)
-                made[f"{self.modules[n]}.{name}_scale"] = scale
-        return made
+                tensors[f"{self.modules[n]}.{name}_scale"] = scale
+        return tensors
 
     def report(self) -> Iterator[str]:
         """Yields the lines of a table: errors of stored numbers by layer, and over all layers."""
@@ -217,7 +218,7 @@ def calibrate_caches(model_path: str, prompts: str, max_tokens: int, device: str
         raise UserError(f"no layer of {description.title} takes scales of the KV cache")
     recorder.clear()  # drops the values of the warm-up
     samples.compute()
-    found = recorder.by_layer(runner.model.caches, layers)
+    measured = recorder.by_layer(runner.model.caches, layers)
     recorder.rounding = True
     samples.compute()
     names, modules = runner.model.weights, {}
@@ -225,7 +226,7 @@ def calibrate_caches(model_path: str, prompts: str, max_tokens: int, device: str
         leaf = ".k_scale"
         modules = {n: names.checkpoint_name(f"layers.{n}.attn{leaf}", PartKey()).removesuffix(leaf) for n in layers}
     model_type = runner.plan.model.hf_config.get("model_type")
-    return CacheCalibration(model_type, found, modules, samples.num_prompts, samples.num_tokens)
+    return CacheCalibration(model_type, measured, modules, samples.num_prompts, samples.num_tokens)
 
 
 def write_scales(path: str, calibration: CacheCalibration, by_head: bool) -> None:
