@@ -29,6 +29,7 @@ class Slots:
         self._numbers: dict[object, int] = {}
         self.parameters = {name: self._add(name, kind, None) for name, kind in module.parameters}
         self.special: dict[str, int] = {}
+        self._written: set[int] = set()
         self.arrays, self.shared_bytes, self.local_bytes = _places(module)
         for name, kind in module.registers.items():
             self._numbers[name] = self._add(name, kind, None)
@@ -45,7 +46,17 @@ class Slots:
             return self._add("_", TYPES["b64"], None)
         if not isinstance(operand, Register):
             raise Unsupported(f"a result in {operand}")
+        self._written.add(self._numbers[operand.name])
         return self._numbers[operand.name]
+
+    def poison_what_nothing_writes(self) -> None:
+        """Gives registers that no instruction writes, LLVM's undefined values, all ones: NaN, the last address."""
+        for name in self._module.registers:
+            slot = self._numbers[name]
+            if slot not in self._written:
+                kind = self.types[slot]
+                ones = np.zeros(1, dtype=bool) if kind.kind == "p" else ~np.zeros(1, dtype=UNSIGNED[kind.bits])
+                self.initial[slot] = ones
 
     def source(self, operand: Operand, bits: int) -> int:
         """Returns the slot of an operand of an instruction that reads `bits` of it (1: a predicate)."""

@@ -59,6 +59,7 @@ def program(module: Module) -> Program:
                 place = f"{module.name}, {instruction.source}, line {instruction.line}"
                 raise Unsupported(f"{place}: {instruction.text} ({error})") from error
         blocks.append(block)
+    slots.poison_what_nothing_writes()
     return Program(module, slots, blocks, _word(module))
 
 
