@@ -3,6 +3,8 @@
 Two threads race if both touch a word, one of them writes, and no barrier is between. Threads of one warp may also be
 kept apart by `bar.warp.sync`; that a write follows their read is not checked. A write of the value that is there
 already is none. What `cp.async` copies is on its way until the thread that asked for it has waited.
+
+Of many blocks that are executed together the first and the last ones are watched: all run the same code.
 """
 
 from __future__ import annotations
@@ -11,6 +13,10 @@ import numpy as np
 
 from sglang.ledger.ptx.problems import Hazard
 from sglang.ledger.ptx.types import Array
+
+
+MOST_WATCHED = 8
+"""Blocks of those that are executed together."""
 
 
 class SharedWatch:
@@ -28,6 +34,11 @@ class SharedWatch:
         self._epoch = np.zeros(lanes // threads, dtype=np.int32)
         self._warp_epoch = np.zeros(lanes // 32, dtype=np.int32)
         self._any_coming = False
+        self._watched: Array | None = None
+        blocks = lanes // threads
+        if blocks > MOST_WATCHED:
+            block = np.arange(lanes) // threads
+            self._watched = (block < MOST_WATCHED // 2) | (block >= blocks - MOST_WATCHED // 2)
 
     def barrier(self, block: int) -> None:
         """Notes that all threads of a block have met."""
@@ -62,6 +73,8 @@ class SharedWatch:
 
     def write(self, offsets: Array, size: int, lanes: Array, changed: Array | None, coming: bool = False) -> None:
         """Checks a write by each lane, and notes it. `changed`: where it writes another value than is there."""
+        if changed is not None and self._watched is not None:
+            changed = changed[self._watched[lanes]]
         for word, lane in self._words(offsets, size, lanes):
             epoch = self._epoch[lane // self._threads]
             warp = (lane // 32).astype(np.int32)
@@ -96,6 +109,11 @@ class SharedWatch:
                 raise Hazard("uninitialized", f"byte {self._byte(word[self._writer[word] < 0])} of shared memory")
 
     def _words(self, offsets: Array, size: int, lanes: Array) -> list[tuple[Array, Array]]:
+        if self._watched is not None:
+            some = self._watched[lanes]
+            offsets, lanes = offsets[some], lanes[some]
+            if offsets.size == 0:
+                return []
         first = offsets // self.word
         return [(first + i, lanes) for i in range(max(size // self.word, 1))]
 
