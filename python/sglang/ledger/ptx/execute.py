@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from sglang.ledger.ptx.machine import Machine
-from sglang.ledger.ptx.operands import registers_of
+from sglang.ledger.ptx.operands import registers_read
 from sglang.ledger.ptx.parser import Instruction
 from sglang.ledger.ptx.problems import Hazard
 from sglang.ledger.ptx.program import BasicBlock, Program
@@ -62,7 +62,7 @@ class _Execution:
             self._at(block.instructions[i], hazard.kind, str(hazard))
         except (AttributeError, TypeError, AssertionError) as error:
             instruction = block.instructions[i]
-            unwritten = [name for name in registers_of(instruction) if self._is_unwritten(name)]
+            unwritten = [name for name in registers_read(instruction) if self._is_unwritten(name)]
             if not unwritten:
                 raise RuntimeError(f"{instruction.text} (line {instruction.line}): {error}") from error
             self._at(instruction, "uninitialized", f"the register {', '.join(unwritten)}")

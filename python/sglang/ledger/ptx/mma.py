@@ -189,7 +189,8 @@ def scale_factors(which: str, form: Product, data: Array, byte: int, thread: int
     Of four neighbouring threads two hold those of A's rows g and g + 8, one that of B's column g."""
     lanes = data.reshape(-1, 32)
     codes = np.ascontiguousarray(lanes).view(np.uint8).reshape(-1, 32, 4)[:, :, byte : byte + form.scales]
-    values = values_of(form.scale_type)[codes]
+    table = values_of(form.scale_type)
+    values = table[codes & np.uint8(len(table) - 1)]  # ue4m3 has seven bits; the eighth is not read
     g = np.arange(8)
     if which == "a":
         rows = np.concatenate([4 * g + 2 * thread, 4 * g + 2 * thread + 1])

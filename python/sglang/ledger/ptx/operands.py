@@ -119,8 +119,8 @@ def _places(module: Module) -> tuple[dict[str, int], int, int]:
     return places, ends["shared"] - SHARED_BASE, ends["local"]
 
 
-def registers_of(instruction: Instruction) -> list[str]:
-    """Returns the names of the registers that an instruction names, for messages."""
+def registers_read(instruction: Instruction) -> list[str]:
+    """Returns the names of the registers that an instruction reads, for messages."""
     names: list[str] = []
 
     def add(operand: object) -> None:
@@ -131,10 +131,8 @@ def registers_of(instruction: Instruction) -> list[str]:
                 add(item)
         elif isinstance(operand, Address):
             add(operand.base)
-        elif isinstance(operand, Pair):
-            add(operand.first)
-            add(operand.second)
 
-    for operand in instruction.operands:
+    writes_memory = instruction.opcode.startswith(("st.", "stmatrix.", "red.", "cp."))
+    for operand in instruction.operands[0 if writes_memory else 1 :]:
         add(operand)
     return names
