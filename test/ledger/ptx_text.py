@@ -45,4 +45,6 @@ def bits(x: float, kind: str = "f32") -> int:
     """The bits of a number."""
     if kind == "bf16":
         return bits(x) >> 16
-    return int(np.array([x], {"f32": np.float32, "f16": np.float16, "f64": np.float64}[kind]).view(f"u{int(kind[1:]) // 8}")[0])
+    return int(
+        np.array([x], {"f32": np.float32, "f16": np.float16, "f64": np.float64}[kind]).view(f"u{int(kind[1:]) // 8}")[0]
+    )

@@ -8,7 +8,9 @@ from ledger.ptx_text import module, run
 
 from sglang.ledger.ptx.problems import Hazard, Unsupported
 
-POINTER = "ld.param.b64 %rd0, [k_param_0];\nmov.u32 %r0, %tid.x;\nmul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
+POINTER = (
+    "ld.param.b64 %rd0, [k_param_0];\nmov.u32 %r0, %tid.x;\nmul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
+)
 SHARED = POINTER + "mov.b32 %r1, buffer;\nshl.b32 %r2, %r0, 2;\nadd.s32 %r3, %r1, %r2;\n"
 
 

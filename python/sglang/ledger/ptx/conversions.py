@@ -29,7 +29,7 @@ def convert(op: Opcode) -> Semantics:
     flushes, finite = op.take("ftz") != "", op.take("satfinite") != ""
     relu, saturates = op.take("relu") != "", op.take("sat") != ""
     op.end()
-    if relu or saturates or rounding in ("rs", "rm", "rp") and target.name != "ue8m0x2":
+    if relu or saturates or (rounding in ("rs", "rm", "rp") and target.name != "ue8m0x2"):
         raise Unsupported(op.text)
     if target.name in ("bf16x2", "f16x2") and source.name == "f32":
         if rounding != "rn" or finite:
@@ -86,7 +86,9 @@ def _between_floats(op: Opcode, source: Type, target: Type, rounding: str, flush
         return x.astype(target.numpy).view(UNSIGNED[target.bits])
 
     narrows = target.bits < source.bits or (target.bits == source.bits and target != source)
-    if narrows and rounding not in ("rn", "rz") or rounding == "rz" and (source.name, target.name) != ("f32", "bf16"):
+    if (narrows and rounding not in ("rn", "rz")) or (
+        rounding == "rz" and (source.name, target.name) != ("f32", "bf16")
+    ):
         raise Unsupported(op.text)
     return Semantics(run, (source.bits,), (target.bits,))
 

@@ -21,7 +21,8 @@ from sglang.ledger.ptx.launch import Executed, launch
 class Launch:
     """A launch that was executed."""
 
-    fn: Any
+    source: Any
+    """What Triton compiled: the kernel, its types, constants and alignments."""
     grid: tuple[int, int, int]
     metadata: Any
     arguments: dict[str, Any]
@@ -48,7 +49,8 @@ def executing(arch: str, note: Callable[[Launch], None] | None = None) -> Iterat
 def without_assembly(
     backend: Any = None, stages: Any = None, options: Any = None, language: Any = None, capability: Any = None
 ) -> Any:
-    """A hook of Triton: kernels are compiled to PTX, which then stands for the machine code. Called without arguments it names itself."""
+    """A hook of Triton: kernels are compiled to PTX, which then stands for the machine code. Called without
+    arguments it names itself."""
     if stages is None:
         return "PTX only", "PTX only"
     stages["cubin"] = lambda ptx, metadata: ptx.encode()
@@ -102,4 +104,4 @@ class _Launcher:
         if x * y * z == 0:
             return
         done = launch(ptx, (x, y, z), given, metadata.shared, metadata.num_warps * metadata.warp_size)
-        self._note(Launch(self._source.fn, (x, y, z), metadata, given, done))
+        self._note(Launch(self._source, (x, y, z), metadata, given, done))

@@ -325,7 +325,9 @@ def compare(op: Opcode) -> Semantics:
 def _packed16(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     def run(a: Array, b: Array) -> Array:
         a, b = np.broadcast_arrays(a, b)
-        return function(np.ascontiguousarray(a).view(np.uint16), np.ascontiguousarray(b).view(np.uint16)).view(np.uint32)
+        return function(np.ascontiguousarray(a).view(np.uint16), np.ascontiguousarray(b).view(np.uint16)).view(
+            np.uint32
+        )
 
     return run
 

@@ -1,6 +1,6 @@
 """Runs a kernel over torch tensors: PTX, a grid, and the values of its parameters.
 
-    launch(ptx, grid=(4, 1, 1), arguments={"x_ptr": x, "size": 100, "scale": 0.5}, shared_bytes=0)
+launch(ptx, grid=(4, 1, 1), arguments={"x_ptr": x, "size": 100, "scale": 0.5}, shared_bytes=0)
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class GlobalMemory:
     def cell(self, address: int, size: int) -> tuple[Array, int]:
         """Returns the array and the index of one element, for atomics."""
         addresses = np.array([address], dtype=np.uint64)
-        (allocation, _), = self._allocations(addresses, size, [0])
+        ((allocation, _),) = self._allocations(addresses, size, [0])
         return allocation.views[size], (address - allocation.base) // size
 
     def _allocations(self, addresses: Array, size: int, hint: list[int]) -> list[tuple[Allocation, Array | None]]:
@@ -152,7 +152,9 @@ class BlockMemory:
         low, high = int(at.min()), int(at.max())
         if low < self.base or high + size > self.base + self.size:
             bad = low if low < self.base else high
-            raise Hazard("out of bounds", f"{size} bytes at byte {bad - self.base} of {self.name}, which has {self.size}")
+            raise Hazard(
+                "out of bounds", f"{size} bytes at byte {bad - self.base} of {self.name}, which has {self.size}"
+            )
         if (at & (size - 1)).any():
             bad = int(at[(at & (size - 1)) != 0][0])
             raise Hazard("misaligned", f"{size} bytes at byte {bad - self.base} of {self.name}")

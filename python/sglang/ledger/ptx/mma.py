@@ -27,7 +27,12 @@ from sglang.ledger.ptx.types import Array, Opcode
 _SHAPE = re.compile(r"m16n8k(\d+)$")
 _BITS = {"tf32": 32, "f16": 16, "bf16": 16, "s8": 8, "u8": 8, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 _DEPTHS = {32: (4, 8), 16: (8, 16), 8: (16, 32), 4: (64,)}
-_SCALES = {("mxf8f6f4", "1X"): "ue8m0", ("mxf4", "2X"): "ue8m0", ("mxf4nvf4", "2X"): "ue8m0", ("mxf4nvf4", "4X"): "ue4m3"}
+_SCALES = {
+    ("mxf8f6f4", "1X"): "ue8m0",
+    ("mxf4", "2X"): "ue8m0",
+    ("mxf4nvf4", "2X"): "ue8m0",
+    ("mxf4nvf4", "4X"): "ue4m3",
+}
 LANE = np.arange(32)
 
 

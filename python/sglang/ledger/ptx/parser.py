@@ -117,8 +117,8 @@ def parse(text: str) -> Module:
 class _Reader:
     def __init__(self, text: str) -> None:
         self.module = Module()
-        self._files = {number: name for number, name in _FILE.findall(text)}
-        self._source, self._depth, self._header = "?", 0, ""
+        self._files: dict[str, str] = dict(_FILE.findall(text))
+        self._source, self._depth = "?", 0
         self._scopes: list[dict[str, str]] = []
         self._pending = ""
         self._blocks = 0
@@ -146,7 +146,7 @@ class _Reader:
         self._pending = ""
         while rest:
             if label := _LABEL.match(rest):
-                self.module.labels[self._scoped_label(label[1])] = len(self.module.instructions)
+                self.module.labels[label[1]] = len(self.module.instructions)
                 rest = rest[label.end() :].strip()
             elif rest[0] == "{":
                 self._scopes.append({})
@@ -235,9 +235,6 @@ class _Reader:
         for scope in reversed(self._scopes):
             if name in scope:
                 return scope[name]
-        return name
-
-    def _scoped_label(self, name: str) -> str:
         return name
 
     def _operand(self, word: str) -> Operand:

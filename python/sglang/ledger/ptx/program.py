@@ -77,7 +77,7 @@ def _starts(module: Module) -> list[int]:
 
 def _ends(instruction: Instruction) -> bool:
     name, _, rest = instruction.opcode.partition(".")
-    return name in _ENDS or name in ("bar", "barrier") and not rest.startswith("warp")
+    return name in _ENDS or (name in ("bar", "barrier") and not rest.startswith("warp"))
 
 
 def _add(block: BasicBlock, instruction: Instruction, module: Module, slots: Slots, number: dict[int, int]) -> None:

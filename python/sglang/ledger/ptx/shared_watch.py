@@ -14,7 +14,6 @@ import numpy as np
 from sglang.ledger.ptx.problems import Hazard
 from sglang.ledger.ptx.types import Array
 
-
 MOST_WATCHED = 8
 """Blocks of those that are executed together."""
 

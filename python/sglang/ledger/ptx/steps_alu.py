@@ -29,7 +29,7 @@ def semantics(op: Opcode) -> Semantics:
 def is_computed(instruction: Instruction) -> bool:
     """Returns whether an instruction computes registers from registers."""
     name = instruction.opcode.partition(".")[0]
-    return name in INTEGERS or name == "cvt" or is_floating(Opcode(instruction.opcode)) and name not in _ELSEWHERE
+    return name in INTEGERS or name == "cvt" or (is_floating(Opcode(instruction.opcode)) and name not in _ELSEWHERE)
 
 
 _ELSEWHERE = ("ld", "st", "atom", "red", "mma", "shfl", "redux")
@@ -72,7 +72,11 @@ def computing_step(instruction: Instruction, slots: Slots) -> Step:
 
         def run(*values: Array) -> Array:
             value = narrow(*values)
-            return value.view(f"i{value.itemsize}").astype(f"i{wide().itemsize}").view(wide) if signed else value.astype(wide)
+            return (
+                value.view(f"i{value.itemsize}").astype(f"i{wide().itemsize}").view(wide)
+                if signed
+                else value.astype(wide)
+            )
 
     return _assigning(run, sources, slot, guard, negated)
 

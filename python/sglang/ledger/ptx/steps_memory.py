@@ -75,7 +75,9 @@ def _chosen_parameter(base: int, slot: int, widen: Callable[[Array], Array]) -> 
     def run(m: Machine) -> None:
         addresses = m.registers[base]
         assert addresses is not None
-        active = addresses if m.mask is None or addresses.size == 1 else np.where(m.mask, addresses, addresses[m.mask][0])
+        active = (
+            addresses if m.mask is None or addresses.size == 1 else np.where(m.mask, addresses, addresses[m.mask][0])
+        )
         out: Array | None = None
         for address in np.unique(active):
             value = m.registers[int(address) // PARAMETER_STEP]
@@ -197,7 +199,9 @@ def shared_write(m: Machine, lanes: Array | None, addresses: Array, values: list
         view[at] = value
         lost = view[at] != value
         if lost.any():
-            raise Hazard("race", f"two threads write byte {int(at[lost][0]) * size} of shared memory in one instruction")
+            raise Hazard(
+                "race", f"two threads write byte {int(at[lost][0]) * size} of shared memory in one instruction"
+            )
 
 
 def _local_places(memory: BlockMemory, lanes: Array | None, addresses: Array, size: int, count: int) -> Array:
@@ -231,9 +235,7 @@ def _combine(name: str, kind: Type) -> Callable[[Array, Array], Array]:
     return lambda a, b: function(a.view(seen), b.view(seen)).view(kind.storage)
 
 
-def _atomic(
-    op: Opcode, space: str, operands: list[Operand], slots: Slots, guard: int | None, negated: bool
-) -> Step:
+def _atomic(op: Opcode, space: str, operands: list[Operand], slots: Slots, guard: int | None, negated: bool) -> Step:
     """One lane after the other: any order is right, since the ISA gives none."""
     name = op.need("add", "min", "max", "and", "or", "xor", "exch", "cas")
     op.take("noftz")
