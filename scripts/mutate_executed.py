@@ -108,11 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mutation in mutations(one.ptx):
             every.setdefault(mutation.kind, []).append((one, mutation))
     rng = random.Random(0)
-    for found in every.values():
-        rng.shuffle(found)
-    chosen = [
-        pair for i in range(args.count) for found in every.values() if i < len(found) for pair in found[i : i + 1]
-    ]
+    for of_kind in every.values():
+        rng.shuffle(of_kind)
+    turns = range(max(map(len, every.values()), default=0))  # a fault of each kind in turn
+    chosen = [of_kind[i] for i in turns for of_kind in every.values() if i < len(of_kind)]
     tried, seen, how = Counter[str](), Counter[str](), Counter[str]()
     for one, mutation in chosen[: args.count]:
         shown = one.noticed(mutation.applied(one.ptx))

@@ -47,13 +47,13 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
 
 def _lesser(a: Array, b: Array) -> Array:
     """The number, if one is NaN; -0 is below +0 (9.7.3.13)."""
-    found = np.fmin(a, b)
-    return np.where((a == 0) & (b == 0) & (np.signbit(a) | np.signbit(b)), a.dtype.type(-0.0), found)
+    lesser = np.fmin(a, b)
+    return np.where((a == 0) & (b == 0) & (np.signbit(a) | np.signbit(b)), a.dtype.type(-0.0), lesser)
 
 
 def _greater(a: Array, b: Array) -> Array:
-    found = np.fmax(a, b)
-    return np.where((a == 0) & (b == 0) & ~(np.signbit(a) & np.signbit(b)), np.abs(found), found)
+    greater = np.fmax(a, b)
+    return np.where((a == 0) & (b == 0) & ~(np.signbit(a) & np.signbit(b)), np.abs(greater), greater)
 
 
 def _or_nan(function: Function) -> Function:

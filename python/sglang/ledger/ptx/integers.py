@@ -311,8 +311,8 @@ def compare(op: Opcode) -> Semantics:
             unordered = (x != x) | (y != y)
             return unordered if name == "nan" else ~unordered
         if name in _COMPARE:
-            found = _COMPARE[name](x, y)
-            return found & (x == x) & (y == y) if name == "ne" else found
+            holds = _COMPARE[name](x, y)
+            return holds & (x == x) & (y == y) if name == "ne" else holds
         return _COMPARE[name.removesuffix("u")](x, y) | (x != x) | (y != y)
 
     bits = kind.bits

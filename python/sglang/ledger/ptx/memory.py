@@ -40,7 +40,7 @@ def views_of(data: Array) -> dict[int, Array]:
 
 def host_bytes(address: int, size: int) -> Array:
     """Returns this process's memory as an array."""
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 class GlobalMemory:
@@ -107,7 +107,7 @@ class GlobalMemory:
             if likely.base <= low and high + size <= likely.base + likely.size:
                 return [(likely, None)]
         numbers = self._numbers(addresses)
-        found = []
+        parts = []
         for number in np.unique(numbers):
             chosen = numbers == number
             if number < 0 or number >= len(self.allocations):
@@ -120,8 +120,8 @@ class GlobalMemory:
                 bad = int(offsets[outside][0]) + allocation.base
                 raise Hazard("out of bounds", f"{size} bytes at {self.place(bad)}")
             hint[0] = int(number)
-            found.append((allocation, None if chosen.all() else chosen))
-        return found
+            parts.append((allocation, None if chosen.all() else chosen))
+        return parts
 
     def _numbers(self, addresses: Array) -> Array:
         """Returns the number of the allocation whose room each address is in: the gap before and behind it."""

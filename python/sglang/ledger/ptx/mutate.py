@@ -47,10 +47,10 @@ def _other_scale(line: str) -> str:
     """The scale of a neighbouring column is taken."""
     if "block_scale" not in line:
         return line
-    found = list(_SELECTORS.finditer(line))
-    if len(found) < 2:
+    selectors = list(_SELECTORS.finditer(line))
+    if len(selectors) < 2:
         return line
-    last = found[-1]
+    last = selectors[-1]
     return f"{line[: last.start()]}{{ {last[1]}, {(int(last[2]) + 1) % 4} }}{line[last.end() :]}"
 
 

@@ -224,12 +224,12 @@ class _Reader:
             word = word.strip()
             many = _RANGE.match(word)
             for name in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [word]:
-                own = name
+                unique = name
                 if self._scopes:
                     self._blocks += 1
-                    own = f"{name}@{self._blocks}"
-                    self._scopes[-1][name] = own
-                self.module.registers[own] = kind
+                    unique = f"{name}@{self._blocks}"
+                    self._scopes[-1][name] = unique
+                self.module.registers[unique] = kind
 
     def _scoped(self, name: str) -> str:
         for scope in reversed(self._scopes):

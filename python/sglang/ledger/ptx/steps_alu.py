@@ -42,23 +42,23 @@ def computing_step(instruction: Instruction, slots: Slots) -> Step:
     negated = instruction.negated
     if op.name == "mov" and any(isinstance(operand, Vector) for operand in instruction.operands):
         return _moving_vector(instruction, slots, guard, negated)
-    found = semantics(op)
+    rule = semantics(op)
     operands = list(instruction.operands)
     target = operands.pop(0)
     if isinstance(target, Pair):
         raise Unsupported(f"{instruction.opcode} with two results")
     slot = slots.register(target)
     if op.name in ("min", "max") and len(operands) == 3:  # of three operands (9.7.3.13): as one after the other
-        pair = found.run
-        found = Semantics(lambda a, b, c: pair(pair(a, b), c), found.sources[:1] * 3, found.results)
-    if len(operands) != len(found.sources):
+        pair = rule.run
+        rule = Semantics(lambda a, b, c: pair(pair(a, b), c), rule.sources[:1] * 3, rule.results)
+    if len(operands) != len(rule.sources):
         raise Unsupported(f"{instruction.opcode} with {len(operands)} operands")
     flips = [isinstance(operand, Not) for operand in operands]
     sources = [
         slots.source(operand.register if isinstance(operand, Not) else operand, bits)
-        for operand, bits in zip(operands, found.sources, strict=True)
+        for operand, bits in zip(operands, rule.sources, strict=True)
     ]
-    run = found.run
+    run = rule.run
     if any(flips):
         plain, flipped = run, flips
 
@@ -66,7 +66,7 @@ def computing_step(instruction: Instruction, slots: Slots) -> Step:
             return plain(*(~x if flip else x for x, flip in zip(values, flipped, strict=True)))
 
     kind = slots.types[slot]
-    if kind.kind != "p" and kind.bits > found.results[0]:
+    if kind.kind != "p" and kind.bits > rule.results[0]:
         narrow, wide = run, UNSIGNED[kind.bits]
         signed = op.name == "cvt" and Opcode(instruction.opcode).modifiers[-2].startswith("s")
 

@@ -291,10 +291,11 @@ def _copying(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
         op.end()
         (number,) = instruction.operands
         assert isinstance(number, Number)
-        return lambda m: _wait(m, number.value)
+        most = number.value
+        return lambda m: _wait(m, most)
     if op.take("wait_all"):
         op.end()
-        return lambda m: (_commit(m), _wait(m, 0))[1]
+        return _wait_for_all
     cached = any(m.startswith("L2::cache_hint") for m in op.modifiers)
     op.drop("L2::")
     op.need("ca", "cg")
@@ -341,6 +342,11 @@ def _commit(m: Machine) -> None:
         m.copies.groups += 1
     else:
         m.copies.groups[m.mask] += 1
+
+
+def _wait_for_all(m: Machine) -> None:
+    _commit(m)
+    _wait(m, 0)
 
 
 def _wait(m: Machine, most: int) -> None:

@@ -56,25 +56,25 @@ def _shuffle(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
         a = m.full(registers[value])  # type: ignore[arg-type]
         b, c = (m.full(registers[i]).astype(np.int64) for i in (by, bound))  # type: ignore[arg-type]
         _check_members(m, m.full(registers[members]))  # type: ignore[arg-type]
-        own = np.tile(lane, m.lanes // 32)
+        place = np.tile(lane, m.lanes // 32)
         distance, clamp, segment = b & 31, c & 31, (c >> 8) & 31
-        highest = (own & segment) | (clamp & ~segment)
-        lowest = own & segment
+        highest = (place & segment) | (clamp & ~segment)
+        lowest = place & segment
         if mode == "up":
-            other, found = own - distance, own - distance >= highest
+            other, exists = place - distance, place - distance >= highest
         elif mode == "down":
-            other, found = own + distance, own + distance <= highest
+            other, exists = place + distance, place + distance <= highest
         elif mode == "bfly":
-            other, found = own ^ distance, (own ^ distance) <= highest
+            other, exists = place ^ distance, (place ^ distance) <= highest
         else:
             other = lowest | (distance & ~segment)
-            found = other <= highest
-        source = np.where(found, other, own) + (m.all_lanes - own)
+            exists = other <= highest
+        source = np.where(exists, other, place) + (m.all_lanes - place)
         if m.mask is not None and not m.mask[source[m.mask]].all():
             raise Hazard("divergence", "shfl reads a lane that does not execute it")
         _assign(m, slot, a[source])
         if predicate is not None:
-            _assign(m, predicate, found)
+            _assign(m, predicate, exists)
 
     return run
 
@@ -193,6 +193,7 @@ def _load_matrices(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
         warps = len(addresses)
         who = (m.all_lanes if lanes is None else lanes).reshape(-1, 32)[:, :rows].reshape(-1)
         words = np.stack(shared_read(m, who, addresses.reshape(-1), 8, 2), axis=1)
+        elements: Array
         if shape == "m8n8":
             elements = words.view(np.uint16).reshape(warps, number, 8, 8)
             if transposed:
@@ -261,7 +262,7 @@ def _mma(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
     sources = [[slots.source(item, 32) for item in slots.items(operand)] for operand in (a, b, c)]
     factors: list[tuple[str, int, int, int]] = []
     if form.scales:
-        for which, data, selector in (("a", *scales[:2]), ("b", *scales[2:])):
+        for which, data, selector in (("a", scales[0], scales[1]), ("b", scales[2], scales[3])):
             assert isinstance(selector, Vector)
             byte, thread = (item.value if isinstance(item, Number) else -1 for item in selector.items)
             if byte < 0 or byte + form.scales > 4 or not 0 <= thread < (2 if which == "a" else 4):

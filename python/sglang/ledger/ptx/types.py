@@ -12,9 +12,10 @@ import numpy as np
 
 from sglang.ledger.ptx.problems import Unsupported
 
-Array = np.ndarray[Any, np.dtype[Any]]
-UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+Array = Any
+"""A numpy array. Its type is no part of the annotation: registers are seen as one type and another."""
+UNSIGNED: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ class Opcode:
 
     def need(self, *names: str) -> str:
         """Removes and returns a modifier that must be there."""
-        found = self.take(*names)
-        if not found:
+        name = self.take(*names)
+        if not name:
             raise Unsupported(f"{self.text} without one of {', '.join(names)}")
-        return found
+        return name
 
     def drop(self, *beginnings: str) -> None:
         """Removes modifiers that change no result, such as cache hints."""
