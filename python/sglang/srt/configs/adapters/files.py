@@ -169,18 +169,18 @@ def _with_magnitudes(
     lone = next((name for module, name in magnitudes.items() if module not in pairs), None)
     if lone is not None:
         raise UserError(f"{path}: {lone} has no A and B beside it.")
-    found = {}
+    scaled = {}
     for module, pair in pairs.items():
         if pair.experts or module.endswith(EMBEDDINGS):
             raise UserError(f"{path}: use_dora is not supported for {module}: only linear layers are scaled by row.")
-        name = magnitudes.get(module)
-        if name is None:
+        lengths = magnitudes.get(module)
+        if lengths is None:
             raise UserError(f"{path}: {module} has no lora_magnitude_vector, but {CONFIG_NAME} says use_dora.")
-        stored = tensors[name]
+        stored = tensors[lengths]
         if stored.dtype not in FLOATS or list(stored.shape) != [pair.outputs]:
-            raise UserError(f"{path}: {name} is {stored.dtype} {list(stored.shape)}, its B is of [{pair.outputs}].")
-        found[module] = replace(pair, magnitude=name)
-    return found
+            raise UserError(f"{path}: {lengths} is {stored.dtype} {list(stored.shape)}, its B is of [{pair.outputs}].")
+        scaled[module] = replace(pair, magnitude=lengths)
+    return scaled
 
 
 def _product(flat: re.Match[str], sides: Mapping[str, Mapping[str, str]], config: AdapterConfig, path: Path) -> str:
