@@ -18,6 +18,8 @@ from sglang.srt.blocks.gqa.reference import (
 )
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.short_convolution.layer import ConvolvedRows, convolution_weight
+from sglang.srt.blocks.token_selection.layer import TokenSelector
+from sglang.srt.blocks.token_selection.spec import TokenIndexer
 from sglang.srt.layers.attention.cache_scale import LayerCacheScales
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
@@ -135,7 +137,12 @@ class GQAttention(SumsInOutput):
             self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
             self.gate_heads = softplus_gates if spec.gate.softplus else scope.plan.entry(ATTENTION_HEAD_GATE)
         self.norm_rope_store = scope.plan.entry(QK_NORM_ROPE_STORE)
-        self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
+        self.indexer: BlockSelector | TokenSelector | None = None
+        if isinstance(spec.indexer, TokenIndexer):
+            self.indexer = TokenSelector(scope, spec, site)
+            self.row_format = None  # the indexer's products take 16 bits
+        elif spec.indexer is not None:
+            self.indexer = BlockSelector(scope, spec, site)
         self.attention = Attention(
             self.cache,
             self.num_heads * spec.mask.rows,
