@@ -80,10 +80,10 @@ def _decisions(
         question = product_question(choice.need, shape, last)
         if question not in measured.by_question:
             continue
-        of_table = config_for(table, last)
+        table_config = config_for(table, last)
         by_name = {name_of_config(each): each for each in choice.make_alternatives(arch, shape, last)}
-        by_name[name_of_config(of_table)] = of_table
-        decision = measured.decision(question, name_of_config(of_table), by_name)
+        by_name[name_of_config(table_config)] = table_config
+        decision = measured.decision(question, name_of_config(table_config), by_name)
         if decision is not None:
             yield (first, last), (decision, by_name[decision.chosen.candidate])
 

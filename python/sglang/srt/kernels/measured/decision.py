@@ -16,7 +16,7 @@ from sglang.srt.kernels.measured.records import Record
 MEASURED = "measured here"
 """How the reason of a choice by measured times begins."""
 LEAST_ROUNDS = 3
-LEAST_GAIN = 0.01
+MIN_GAIN = 0.01
 """What a choice must gain even where the rounds are alike: clocks of one GPU differ by as much from day to day."""
 
 
@@ -40,17 +40,19 @@ class Decision:
 def decide(table: str, records: Mapping[str, Record]) -> Decision | None:
     """Returns the decision for one question. table: the candidate of the tables; records: by candidate, those that are
     possible. None where the tables' candidate was not timed: nothing else is then known to be faster."""
-    of_table = records.get(table)
-    if of_table is None or len(of_table.rounds) < LEAST_ROUNDS:
+    table_record = records.get(table)
+    if table_record is None or len(table_record.rounds) < LEAST_ROUNDS:
         return None
-    best = min(records.values(), key=lambda record: (record.seconds, record.candidate))
-    return Decision(best if is_faster(best, of_table) else of_table, of_table)
+    faster = [record for record in records.values() if is_faster(record, table_record)]
+    return Decision(
+        min(faster, key=lambda record: (record.seconds, record.candidate), default=table_record), table_record
+    )
 
 
 def is_faster(record: Record, table: Record) -> bool:
     """Returns whether a candidate was faster than the tables' beyond noise."""
     if len(record.rounds) < LEAST_ROUNDS:
         return False
-    needed = max(LEAST_GAIN, record.noise, table.noise)
+    needed = max(MIN_GAIN, record.noise, table.noise)
     in_turn = all(mine < other for mine, other in zip(record.rounds, table.rounds, strict=False))
     return in_turn and record.seconds * (1.0 + needed) < table.seconds

@@ -26,7 +26,7 @@ from sglang.srt.layers.triton_ops.linear_tiles import (
     tile_rows,
 )
 
-LEAST_BLOCK = 16
+MIN_BLOCK = 16
 LIBRARY_ROWS = 64
 """Fewest tokens for which torch's product is timed: its tiles have 64 rows and more."""
 
@@ -51,5 +51,5 @@ def _by_triton(need: Need, arch: ArchTraits, shape: Shape, tokens: int) -> Itera
         yield TileConfig(tokens, FEW, ((few_cut(product, scheme.bits, rows, cols),),), "FEW_TILES")
     tiles = [row.tile for row in (*tile_rows(kind, arch.features), *TILES[kind])]
     for number, tile in enumerate(tiles):
-        if tile["BLOCK_M"] <= max(LEAST_BLOCK, 2 * tokens) and tile not in tiles[:number]:
+        if tile["BLOCK_M"] <= max(MIN_BLOCK, 2 * tokens) and tile not in tiles[:number]:
             yield TileConfig(tokens, MANY, tuple((each,) for each in (tile, *smaller_tiles(tile, kind))), "tables")

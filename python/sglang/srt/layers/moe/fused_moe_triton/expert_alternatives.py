@@ -19,7 +19,7 @@ from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import (
 )
 from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, MANY, TILES, tile_rows
 
-LEAST_BLOCK = 16
+MIN_BLOCK = 16
 ROOM = 4.0
 """How many times the rows that an expert has on average a block may have: some experts have more, and each has a block
 of its own."""
@@ -48,7 +48,7 @@ def _by_triton(need: Need, layer: ExpertLayer, arch: ArchTraits, tokens: int) ->
     of_tables = (TileConfig(tokens, MANY, candidates_of(row, kind), "tables") for row in rows)
     of_file = (config for config in triton_tile_configs(need, arch).by_shape[None] if config.variant == MANY)
     for config in (*of_tables, *of_file):
-        if config.tiles[0]["BLOCK_M"] <= max(LEAST_BLOCK, ROOM * each):
+        if config.tiles[0]["BLOCK_M"] <= max(MIN_BLOCK, ROOM * each):
             yield config
 
 
