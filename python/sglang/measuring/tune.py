@@ -14,7 +14,7 @@ from sglang.measuring.rounds import Bench, Clock, measure
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
-from sglang.srt.kernels.measured.decision import decide
+from sglang.srt.kernels.measured.decision import LEAST_ROUNDS, decide
 from sglang.srt.kernels.measured.records import Record, Setting
 from sglang.srt.kernels.measured.setting import setting_here
 from sglang.srt.kernels.measured.store import add, path_of, read, why_not_kept
@@ -80,8 +80,8 @@ def tune(args: ServerArgs, target: Target, seconds: float, say: Say, again: bool
 
 
 def unanswered(points: Sequence[Point], setting: Setting) -> tuple[Point, ...]:
-    """Returns the points of whose tables' choice there is no record."""
-    known = read(setting)
+    """Returns the points of whose tables' choice there is no record that decides."""
+    known = {key for key, record in read(setting).items() if record.problem or len(record.rounds) >= LEAST_ROUNDS}
     return tuple(point for point in points if (point.question, point.candidates[0].name) not in known)
 
 

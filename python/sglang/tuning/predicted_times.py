@@ -28,7 +28,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED, few_pairs
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.layers.triton_ops.linear_tiles import FEW, FEW_ROWS, num_splits
 from sglang.tuning.attention_model import Keys, Prompt, decode_seconds
-from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate, estimate_blocks, even_blocks
+from sglang.tuning.cost_model import Constants, GroupedProduct, blocks_per_sm, estimate, estimate_blocks, even_blocks
 from sglang.tuning.grid import Grid
 from sglang.tuning.measured import tables_of
 from sglang.tuning.mixed_products import RECORDS, mixed_product, mixed_tile
@@ -117,7 +117,9 @@ def _side_rate(arch: ArchTraits) -> float:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def linear_with(op: Linear, arch: ArchTraits, config: TileConfig | None = None) -> Predicted:
+def linear_with(
+    op: Linear, arch: ArchTraits, config: TileConfig | None = None, constants: Constants | None = None
+) -> Predicted:
     if op.scheme is None:
         return _plain_linear(op, arch)
     if (op.tokens <= FEW_ROWS) if config is None else (config.variant == FEW):
@@ -133,7 +135,7 @@ def linear_with(op: Linear, arch: ArchTraits, config: TileConfig | None = None) 
     if tiles <= -(-op.rows // 16):  # the limit of `PackedWeight.arrivals`
         splits = num_splits(op.tokens, tiles, op.cols, arch.num_sms, arch.features)
     product = _as_grouped(op, splits, record)
-    shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
+    shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits), constants)
     assert shared is not None, "the ledger holds no tile that does not fit"
     quantized = SCHEMES[op.scheme].activation is not None and not multiplies_in_16_bits(record)
     quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if quantized else 0.0
@@ -252,12 +254,14 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits) -> Predicted:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-def experts_with(op: Experts, arch: ArchTraits, config: TileConfig | None = None) -> Predicted:
+def experts_with(
+    op: Experts, arch: ArchTraits, config: TileConfig | None = None, constants: Constants | None = None
+) -> Predicted:
     four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
     if few_pairs(op.pairs, op.num_experts) if config is None else config.variant == FEW_PAIRS:
         error = 0.3 if four_bits and arch.product not in CONFIRMED else 0.2
         return Predicted(streamed_seconds(stream_pairs(op, arch), arch), error, "chosen experts streamed, pair by pair")
-    products = _grouped_products(op, arch, config)
+    products = _grouped_products(op, arch, config, constants)
     if not products:
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
         return Predicted(SIDE_LAUNCHES + 1.3 * floor, 0.4, "no record of the tiles: the floor and a third")
@@ -268,7 +272,9 @@ def experts_with(op: Experts, arch: ArchTraits, config: TileConfig | None = None
     return Predicted(independent + side, error, "cost model with the tiles' records", even + side)
 
 
-def _grouped_products(op: Experts, arch: ArchTraits, config: TileConfig | None) -> list[tuple[float, float]]:
+def _grouped_products(
+    op: Experts, arch: ArchTraits, config: TileConfig | None, constants: Constants | None
+) -> list[tuple[float, float]]:
     """Returns the seconds of both products, with tokens that choose independently and with evenly distributed pairs;
     None where a tile is not on record or does not fit."""
     shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias, op.gate)
@@ -286,8 +292,8 @@ def _grouped_products(op: Experts, arch: ArchTraits, config: TileConfig | None) 
                 return []
             record, product = cost, grouped_product(shape, kind, cost)
         experts, blocks = even_blocks(op.pairs, op.num_experts, tile["BLOCK_M"])
-        independent = estimate(product, op.tokens, tile, record, arch)
-        even = estimate_blocks(product, op.tokens, tile, record, arch, experts, blocks)
+        independent = estimate(product, op.tokens, tile, record, arch, constants)
+        even = estimate_blocks(product, op.tokens, tile, record, arch, experts, blocks, constants)
         if independent is None or even is None:
             return []
         times.append((independent.total, even.total))

@@ -81,11 +81,12 @@ Records = Mapping[tuple[Question, str], Record]
 
 
 class RecordFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a file."""
+    """The content of a file. `provenance`: who measured it and when, of a table of the repository."""
 
     form: int
     setting: Setting
     records: tuple[Record, ...] = ()
+    provenance: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
 
 
 def by_key(file: RecordFile) -> Records:
@@ -93,10 +94,11 @@ def by_key(file: RecordFile) -> Records:
     return {(record.question, record.candidate): record for record in file.records}
 
 
-def to_bytes(setting: Setting, records: Records) -> bytes:
+def to_bytes(setting: Setting, records: Records, provenance: str = "") -> bytes:
     """Returns the content of a file, for people, too."""
     ordered = [records[key] for key in sorted(records, key=lambda key: (msgspec.structs.astuple(key[0]), key[1]))]
-    return msgspec.json.format(msgspec.json.encode(RecordFile(FORM, setting, tuple(ordered))), indent=1) + b"\n"
+    file = RecordFile(FORM, setting, tuple(ordered), provenance)
+    return msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
 
 
 def from_bytes(content: bytes) -> RecordFile:
