@@ -96,7 +96,7 @@ def _linear(op: Linear, arch: ArchTraits, device: str, launch: Launch) -> Launch
     if op.scheme is None:
         weights = [_half(op.rows, op.cols, device=device) for _ in range(count)]
         product_of = torch.nn.functional.linear if launch.kernel == "cublas" else gemv.linear
-        plain = [lambda w=w: product_of(x, w) for w in weights]  # type: ignore[misc]
+        plain: list[Call] = [lambda w=w: product_of(x, w) for w in weights]  # type: ignore[misc]
         return Launches(plain, references.of_plain_linear(x, weights[0]))
     scheme, shape = SCHEMES[op.scheme], (op.rows, op.cols, False)
     configs = launch.configs or linear_tiles.tile_configs_of(scheme, shape, arch)
