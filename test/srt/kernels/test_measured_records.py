@@ -133,6 +133,9 @@ def test_a_choice_changes_only_beyond_the_noise() -> None:
     assert chosen(table, record(OTHER, 99e-6, 100e-6, 101e-6)) == TABLE, "faster in every round, within the noise"
     assert chosen(table, record(OTHER, 90e-6, 90e-6, 120e-6)) == TABLE, "rounds that lie far apart"
     assert chosen(table, record(OTHER, 90e-6, 91e-6)) == TABLE, "too few rounds"
+    uneven = record(TABLE, 80e-6, 100e-6, 100e-6)
+    assert chosen(uneven, record(OTHER, 79e-6, 79e-6, 79e-6)) == OTHER
+    assert chosen(uneven, record(OTHER, 81e-6, 79e-6, 79e-6)) == TABLE, "slower in one round"
     assert chosen(table, record(OTHER, problem="wrong")) == TABLE
     assert chosen(table, record(OTHER, 90e-6, 91e-6, 92e-6), record(THIRD, 80e-6, 81e-6, 82e-6)) == THIRD
     exact = record(TABLE, 100e-6, 100e-6, 100e-6)
