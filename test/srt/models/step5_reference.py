@@ -26,10 +26,11 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_attention_groups": 2,
     "head_dim": 24,
-    "layer_types": [WINDOWED, FULL, WINDOWED, FULL],
+    "num_nextn_predict_layers": 1,
+    "layer_types": [WINDOWED, FULL, WINDOWED, FULL, WINDOWED],
     "sliding_window": 8,
-    "rope_theta": [100.0, 6000.0, 100.0, 6000.0],
-    "partial_rotary_factors": [1.0, 1 / 3, 1.0, 1 / 3],
+    "rope_theta": [100.0, 6000.0, 100.0, 6000.0, 100.0],
+    "partial_rotary_factors": [1.0, 1 / 3, 1.0, 1 / 3, 1.0],
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
@@ -48,8 +49,8 @@ CONFIG: dict[str, Any] = {
     "moe_router_activation": "sigmoid",
     "moe_router_scaling_factor": 3.0,
     "norm_expert_weight": True,
-    "swiglu_limits": [7.0, 7.0, 7.0, 7.0],
-    "swiglu_limits_shared": [7.0, 7.0, 7.0, 7.0],
+    "swiglu_limits": [7.0] * 5,
+    "swiglu_limits_shared": [7.0] * 5,
     "sparse_config": {
         "enabled": True,
         "proxy_dim": 16,
@@ -65,7 +66,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": [1, 2],
     "pad_token_id": 0,
 }
-"""Requests of more than three regions do not see all of them."""
+"""Requests of more than three regions do not see all of them. The last layer drafts."""
 Weights = Mapping[str, Tensor]
 
 
@@ -95,9 +96,14 @@ def weights(config: Mapping[str, Any] = CONFIG, seed: int = 5) -> dict[str, Tens
             shapes |= {f"{at}moe.{part}_proj.weight": (count, inner, hidden) for part in ("gate", "up")}
             shapes |= {f"{at}moe.down_proj.weight": (count, hidden, inner)}
             shapes |= {f"{at}moe.gate.weight": (count, hidden), f"{at}moe.router_bias": (count,)}
-        block, size = ("share_expert.", config["share_expert_dim"]) if i in experts else ("mlp.", config["intermediate_size"])
+        block, size = (
+            ("share_expert.", config["share_expert_dim"]) if i in experts else ("mlp.", config["intermediate_size"])
+        )
         shapes |= {f"{at}{block}{part}_proj.weight": (size, hidden) for part in ("gate", "up")}
         shapes[f"{at}{block}down_proj.weight"] = (hidden, size)
+        if i >= config["num_hidden_layers"]:
+            shapes |= {f"{at}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "transformer.shared_head.norm")}
+            shapes |= {f"{at}eh_proj.weight": (hidden, 2 * hidden)}
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
     return {name: t + 1.0 if name.endswith("indexer_k_norm.weight") else t for name, t in tensors.items()}

@@ -165,7 +165,9 @@ class RegionIndexer:
 
     def _with_open_regions(self, chosen: Selection, batch: ForwardBatch, step: CompressedStep) -> Selection:
         """Returns the selection with each token's open region, if there is one, behind those that are selected."""
-        tails, tail_counts = (each.repeat_interleave(self.kv_heads) for each in step.tails(batch, self.cache, self.block))
+        tails, tail_counts = (
+            each.repeat_interleave(self.kv_heads) for each in step.tails(batch, self.cache, self.block)
+        )
         slots = F.pad(chosen.slots, (0, 1)).scatter_(1, chosen.counts[:, None].long(), tails[:, None].to(torch.int32))
         return Selection(slots, chosen.counts + (tail_counts > 0).to(torch.int32))
 

@@ -20,10 +20,10 @@ from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 class RegionSparse(PooledSelection[GQA]):
     """Grouped-query attention over selected runs of tokens, here called regions.
 
-    The indexer's key of a closed region is, channel by channel, the mean of its tokens' keys, weighted by a softmax over
-    gates that hidden states make; then it is normed and rotated (`index_rope`) at the region's first position. Each KV
-    head has `indexer.num_heads` index heads of its own; its score of a region is their weighted sum of ReLUs, and it
-    attends to the regions with the highest scores and to the one that is still open.
+    The indexer's key of a closed region is, channel by channel, the mean of its tokens' keys, weighted by a softmax
+    over gates that hidden states make; then it is normed and rotated (`index_rope`) at the region's first position.
+    Each KV head has `indexer.num_heads` index heads of its own; its score of a region is their weighted sum of ReLUs,
+    and it attends to the regions with the highest scores and to the one that is still open.
     """
 
     index_rope: RopeSpec
@@ -104,8 +104,8 @@ class RegionSparse(PooledSelection[GQA]):
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        """Returns the elements of attention, and of the indexer: its queries twice, keys and gates in both types, and the
-        regions that are selected (32 bits each)."""
+        """Returns the elements of attention, and of the indexer: its queries twice, keys and gates in both types, and
+        the regions that are selected (32 bits each)."""
         kv_heads = self.shares(tp_size).padded_kv_heads
         index = (2 * kv_heads * self.indexer.num_heads + 10) * self.indexer.head_dim
         return self.heads.activation_elements(tp_size) + index + 4 * kv_heads * (self.indexer.top_k + 1)
