@@ -24,7 +24,7 @@ def launch_region_sparse(mixer: RegionSparse, tp_size: int, arch: ArchTraits) ->
     heads, index, block = mixer.heads, mixer.indexer, mixer.block
     shape, dim = heads.attention_shape(tp_size), index.head_dim
     kv_heads, width = shape.num_kv_heads, shape.num_heads * shape.head_dim
-    launch_rope_store(shape, heads)
+    launch_rope_store(shape, heads, four_bits=False)
     gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
     cos_sin, weight = empty(CONTEXT, mixer.index_rope.rot_dim, dtype=torch.float32), empty(dim, dtype=torch.float32)
     state, keys = empty(REQUESTS, block, 2, dim, dtype=torch.float32), empty(SLOTS // block, 1, dim)
