@@ -61,6 +61,7 @@ CONFIGS = {
     "Muse-Glimmer-30B": "Muse-Glimmer-30B",
     "Step-3.5-Flash-FP8": "Step-3.5-Flash-FP8",
     "Step-3.7-Flash-NVFP4": "Step-3.7-Flash-NVFP4",
+    "Step-5-Preview": "Step-5-Preview",
     "GLM-5.3-NVFP4": "GLM-5.3-NVFP4",
     "GLM-5-NVFP4": "GLM-5-NVFP4",
     "GLM-5.3-Flash-NVFP4": "GLM-5.3-Flash-NVFP4",

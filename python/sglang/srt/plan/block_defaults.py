@@ -123,6 +123,11 @@ class MixerDefaults(Protocol):
         return None
 
     @property
+    def further_ropes(self) -> tuple[Any, ...]:
+        """The rotary embeddings (RopeSpec) of the mixer besides its `rope`."""
+        return ()
+
+    @property
     def latents(self) -> Any:
         """The mixer itself if it is latent attention for which a backend plans a step."""
         return None

@@ -225,7 +225,7 @@ def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
 def rotary_bytes(model: ModelDescription, sizes: Sizes) -> int:
     """Returns the bytes of cosines and sines in fp32 of every position, one table for each kind of rotation in the
     model."""
-    rotations = {layer.mixer.rope for layer in model.layers}
+    rotations = {rope for layer in model.layers for rope in (layer.mixer.rope, *layer.mixer.further_ropes)}
     positions = sizes.num_positions, sizes.context_len
     return sum(rope.table_rows(*positions) * rope.rot_dim * 4 for rope in rotations if rope is not None)
 

@@ -41,6 +41,7 @@ from sglang.srt.plan.families.qwen3_8_next import QWEN4_EXP, QWEN4_EXP_TEXT
 from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from sglang.srt.plan.families.smollm3 import SMOLLM3
 from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
+from sglang.srt.plan.families.step5 import STEP5, STEP5_VL
 
 FAMILIES: tuple[Family, ...] = (
     *(
@@ -76,6 +77,8 @@ FAMILIES: tuple[Family, ...] = (
         HY_V3,
         STEP3P5,
         STEP3P7,
+        STEP5,
+        STEP5_VL,
         MUSE_GLIMMER,
         LAGUNA,
         INKLING,
