@@ -188,6 +188,23 @@ _LING_INT4: Config = {
 }
 
 
+def _puzzle() -> Config:
+    """Nemotron-Labs-3-Puzzle with routed experts in NVFP4, and Mamba-2 and shared experts in FP8."""
+    config, layers = _published("NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16"), {}
+    formats = {
+        "mamba": {"mixer.in_proj": "FP8", "mixer.out_proj": "FP8"},
+        "moe": {"mixer.experts": "NVFP4", "mixer.shared_experts": "FP8"},
+        "attention": {},
+    }
+    for i, block in enumerate(config["block_configs"]):
+        for module, algorithm in formats[block["block_type"]].items():
+            layers[f"model.layers.{i}.{module}"] = {"quant_algo": algorithm} | (
+                {"group_size": 16} if algorithm == "NVFP4" else {}
+            )
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    return {**config, "quantization_config": quantization}
+
+
 def _kimi_linear(quantization: Config) -> Config:
     return {**_published("Kimi-Linear-48B-A3B-Instruct"), "quantization_config": quantization}
 
@@ -236,6 +253,7 @@ CONFIGS: dict[str, Config] = {
         "quantization_config": {**_LING_FP8, "routed_experts_quant_method": "mxfp4", "scale_fmt": "ue8m0"},
     },
     "Ling-3.0-flash-int4": {**_published("Ling-3.0-flash"), "quantization_config": _LING_INT4},
+    "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4": _puzzle(),
     "Kimi-Linear-48B-A3B-FP8": _kimi_linear({**_FP8_BLOCKS, "modules_to_not_convert": _KIMI_KEPT[:2]}),
     "Kimi-Linear-48B-A3B-NVFP4": _kimi_linear(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"*{name}*" for name in _KIMI_KEPT]}

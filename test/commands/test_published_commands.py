@@ -119,6 +119,7 @@ FITS: dict[str, tuple[int | None, ...]] = {
     "Ling-3.0-flash-FP8": (2, None, 0),
     "Ling-3.0-flash-MXFP4": (1, 4, 1),
     "Ling-3.0-flash-int4": (1, 4, 1),
+    "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4": (1, 2, 1),
     "Kimi-Linear-48B-A3B-FP8": (1, 2, 1),
     "Kimi-Linear-48B-A3B-NVFP4": (1, 2, 1),
     "Llama-4-Scout-NVFP4": (1, 4, 1),

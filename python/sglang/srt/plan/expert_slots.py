@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
-from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.quant_scheme import EXL3
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits

@@ -33,6 +33,8 @@ class BlockDraft(PartsDraft[Block]):
         parts, form = self.parts, self.form
         self.fc = parts.unpacked(form.num_aux_layers * form.aux_size, "fc")
         self.hidden_norm = parts.norm("hidden_norm")
+        counted = range(form.num_aux_layers if form.aux_norms else 0)
+        self.aux_norms = [parts.norm(f"aux_hidden_norms.{i}", form.aux_size) for i in counted]
         self.layers = [parts.layer(i, partial(self._convolved, i)) for i in range(len(parts.model.layers))]
         self.ending = parts.ending()
         self.head: BlockHead | None = build_block_head(parts, form)
@@ -48,13 +50,16 @@ class BlockDraft(PartsDraft[Block]):
         return ConvolvedBlock(scope, spec, block, self.parts.model.hidden_size, self.form.size)
 
     def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.hidden_norm(self.fc(torch.cat(list(aux_hidden_states), dim=-1)), None)[0]
+        rows = list(aux_hidden_states)
+        if self.aux_norms:
+            rows = [norm(each, None)[0] for norm, each in zip(self.aux_norms, rows, strict=True)]
+        return self.hidden_norm(self.fc(torch.cat(rows, dim=-1)), None)[0]
 
     def keep(self, batch: ForwardBatch, features: torch.Tensor) -> None:
         """Stores every layer's keys and values of the batch's tokens, computed from the features [T, H]."""
         for layer in self.layers:
-            (_, attention), *_ = layer.blocks
-            attention.keep(features, batch)
+            (join, attention), *_ = layer.blocks
+            attention.keep(join.norm(features, None)[0] if self.form.input_norms else features, batch)
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         embedded = self.parts.embedding(batch.input_ids)

@@ -66,9 +66,7 @@ def known_kinds(kinds: Iterable[object], source: str) -> list[str]:
     unknown = sorted(set(named) - set(_BLOCKS.values()))
     if unknown or not 0 < len(named) <= _MAX_LAYERS:
         what = f"kinds {', '.join(unknown)}" if unknown else f"{len(named)} layers"
-        raise UserError(
-            f"{source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read."
-        )
+        raise UserError(f"{source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read.")
     return named
 
 
