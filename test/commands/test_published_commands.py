@@ -89,7 +89,7 @@ def test_a_command_of_another_engine_starts_with_what_its_message_says(tmp_path:
 
 def test_drafts_of_laguna(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """XS.2's is in the format of the speculators library, with layers of Qwen 3; that of XS-2.1 has gates and norms of
-    its own, and the message says what there is instead."""
+    its own."""
     layers = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5}
     layers |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 100352}
     layers |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "hidden_act": "silu"}
@@ -102,10 +102,12 @@ def test_drafts_of_laguna(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     argv += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     assert explain.main(argv) == 0
     assert "DFLASH (DFlashDraftModel): 5 layers" in capsys.readouterr().out
-    gated = {**layers, "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}
-    (draft / "config.json").write_text(json.dumps(gated | {"dflash_config": {"mask_token_id": 12}}))
-    assert explain.main(argv) == 2
-    assert "DFlashLagunaForCausalLM is not supported for DFLASH" in capsys.readouterr().err
+    gated = {**layers, "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "gating": "per-head"}
+    gated |= {"layer_types": ["sliding_attention"] * 5, "sliding_window": 512, "num_attention_heads": 64}
+    settings = {"mask_token_id": 12, "target_layer_ids": [1, 9, 17, 27, 39], "block_size": 16, "causal": True}
+    (draft / "config.json").write_text(json.dumps(gated | {"dflash_config": settings}))
+    assert explain.main(argv) == 0
+    assert "DFLASH (DFlashLagunaForCausalLM): 5 layers" in capsys.readouterr().out
 
 
 PRODUCTS = ("rtx-pro-6000-server", "rtx-5090", "gb10")

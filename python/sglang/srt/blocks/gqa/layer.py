@@ -246,7 +246,7 @@ class BlockAttention(GQAttention):
         super().__init__(scope, spec, site)
         self.block = spec.mask.rows
         self.causal = isinstance(spec.mask, RowBlock) and spec.mask.causal
-        if (sinks := self.attention.sinks) is not None:
+        if (sinks := self.attention.sinks) is not None and not self.causal:  # rows that count as heads have theirs
             self.attention.sinks = sinks.new_empty(self.num_heads * self.block)
             scope.finish.append(functools.partial(self._take_sinks, sinks))
 
