@@ -33,7 +33,7 @@ struct MixedArguments {
   int32_t columns, depth;            // depth: a multiple of 32
   int32_t group_m;                   // so many row blocks share each column of weights while it is cached
   int32_t is_half;                   // out and bias are float16; otherwise bfloat16
-  float alpha, offset, limit;        // of the gate; limit 0 clamps nothing
+  float alpha, offset, limit;        // of the gate; limit 0 clamps nothing, a negative one its function's result
 };
 
 constexpr int BLOCK_K = 128;
@@ -64,11 +64,12 @@ __device__ __forceinline__ uint8_t* chunk_at(uint8_t* rows, int row, int chunk) 
 }
 
 __device__ __forceinline__ float gated(float gate, float up, const MixedArguments& args) {
-  if (args.limit > 0.0f) {
-    gate = fminf(gate, args.limit);
-    up = fminf(fmaxf(up, -args.limit), args.limit);
-  }
-  return (up + args.offset) * (gate / (1.0f + expf(-args.alpha * gate)));
+  const float limit = fabsf(args.limit);
+  if (limit > 0.0f) up = fminf(fmaxf(up, -limit), limit);
+  if (args.limit > 0.0f) gate = fminf(gate, limit);
+  float result = gate / (1.0f + expf(-args.alpha * gate));
+  if (args.limit < 0.0f) result = fminf(result, limit);
+  return (up + args.offset) * result;
 }
 
 __device__ __forceinline__ float bias_at(const MixedArguments& args, int64_t at) {

@@ -119,9 +119,9 @@ def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("limit", [6.25, 7.0, 16.0])
+@pytest.mark.parametrize("limit", [2.0, 4.0, 6.25, 7.0, 16.0])
 def test_limits_of_the_result_within_the_rounding_of_bfloat16(limit: float) -> None:
-    """Kernels clamp before the function, the reference what comes out of it."""
+    """From a limit of 6.25 on kernels clamp before the function, the reference what comes out of it."""
     limited = Activation(limit=limit, limits_result=True)
     gate_up = torch.linspace(-3 * limit, 3 * limit, 512, dtype=torch.bfloat16, device=DEVICE).reshape(4, 128)
     got, want = activation.activate(gate_up, limited).float(), native_ops.gated(gate_up, limited).float()

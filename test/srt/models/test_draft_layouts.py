@@ -25,6 +25,7 @@ from .quantized_checkpoints import FORMS, save_quantized
 from .test_eagle3_drafts import CONFIG, save, weights
 from .test_mtp_drafts import EH, Mtp, build
 from .test_other_drafts import MLA_CONFIG, latent_weights
+from .trellis_checkpoints import exl3
 
 TOKENS = random_tokens(30, seed=3)
 
@@ -34,10 +35,10 @@ TOKENS = random_tokens(30, seed=3)
 
 @pytest.mark.values
 @pytest.mark.parametrize("draft_is_quantized", [True, False])
-@pytest.mark.parametrize("form", ["fp8_block", "modelopt_nvfp4", "compressed_fp8_channel"])
+@pytest.mark.parametrize("form", ["fp8_block", "modelopt_nvfp4", "compressed_fp8_channel", "exl3"])
 def test_a_draft_is_stored_as_its_tensors_say(form: str, draft_is_quantized: bool, tmp_path: Path) -> None:
     """No list of exceptions names the draft's layer: its tensors' types tell whether it was quantized."""
-    reference_folder = save_quantized("glm4_moe_wide", FORMS[form], tmp_path)
+    reference_folder = save_quantized("glm4_moe_wide", exl3() if form == "exl3" else FORMS[form], tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
     folder, last, at = tmp_path / "quantized", "model.layers.2.", "model.layers.3."
     tensors = load_file(folder / "model.safetensors")

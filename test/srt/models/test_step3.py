@@ -123,7 +123,7 @@ def test_limits_are_reached(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"swiglu_limits": [0.0, 0.0, 0.0, 5.0]}, "swiglu_limits has 5.0; limits below 6.25 are not supported"),
+        ({"swiglu_limits": [0.0, 0.0, 0.0, -5.0]}, "swiglu_limits has -5.0; a limit is positive"),
         ({"swiglu_limits_shared": [0.0, 0.0, "7", 7.0]}, "'swiglu_limits_shared' must be a list of numbers"),
         ({"swiglu_limits": [7.0]}, "'swiglu_limits' must be a list of numbers, one for each of 4 layers"),
         ({"rope_theta": [1e4, 1e4, 5e6, 1e4]}, "'rope_theta' differs between layers of the type sliding_attention"),

@@ -3,6 +3,7 @@ description says."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ def states(tiles: np.ndarray, half_bits: int) -> np.ndarray:
     return bits[..., windows].astype(np.int64) @ (1 << np.arange(15, -1, -1))
 
 
+@functools.cache
 def value(codebook: str) -> np.ndarray:
     """The values of all states, float16."""
     state = np.arange(1 << 16, dtype=np.uint32)
@@ -51,11 +53,19 @@ def inner_weight(trellis: torch.Tensor, half_bits: int, codebook: str) -> torch.
     return torch.from_numpy(matrix.reshape(16 * trellis.shape[0], -1))
 
 
-def transform(size: int) -> torch.Tensor:
-    """Hadamard's matrix of 128 along the diagonal, by parities."""
+@functools.cache
+def hadamard() -> torch.Tensor:
+    """Hadamard's matrix of 128, by parities."""
     index = np.arange(128)
     signs = [[(-1.0) ** bin(i & j).count("1") for j in index] for i in index]
-    return torch.block_diag(*[torch.tensor(signs, dtype=torch.float64) / 128**0.5] * (size // 128))
+    return torch.tensor(signs, dtype=torch.float64) / 128**0.5
+
+
+def transformed(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix [rows, cols] times Hadamard's matrix on both sides, block by block."""
+    rows, cols = matrix.shape
+    blocks = matrix.reshape(rows // 128, 128, cols // 128, 128)
+    return torch.einsum("ri,aibj,jc->arbc", hadamard(), blocks, hadamard()).reshape(rows, cols)
 
 
 def padded(size: int) -> int:
@@ -95,8 +105,7 @@ def stands_for(tensors: Tensors, rows: int, cols: int) -> torch.Tensor:
     trellis = tensors["trellis"]
     codebook = next((name for name in ("mcg", "mul1") if name in tensors), "3inst")
     inner = inner_weight(trellis, trellis.shape[-1] // 8, codebook).double()
-    dense = transform(inner.shape[0]) @ inner @ transform(inner.shape[1])
-    dense = scales(tensors, "u")[:, None] * dense * scales(tensors, "v")
+    dense = scales(tensors, "u")[:, None] * transformed(inner) * scales(tensors, "v")
     return dense[:cols, :rows].T.float().contiguous()
 
 

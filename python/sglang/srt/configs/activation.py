@@ -19,9 +19,8 @@ class Activation:
     +-`limit` (None: not clamped). f is gate * sigmoid(alpha * gate), or with `function` "gelu_tanh" the tanh form of
     GELU.
 
-    With `limits_result` f(gate) is clamped instead of gate. The kernels clamp gate; for a `limit` of at least
-    MIN_RESULT_LIMIT both are the same within the rounding of bfloat16: they differ by exp(-limit), 1.8% at a limit
-    of 4.
+    With `limits_result` f(gate) is clamped instead of gate. For a `limit` of at least MIN_RESULT_LIMIT kernels clamp
+    gate nevertheless: both are the same within the rounding of bfloat16, because they differ by exp(-limit).
 
     With `function` "relu2" there is no gate: the result is max(up, 0) ** 2.
     """
@@ -70,12 +69,13 @@ GELU_CUBIC = 0.044715 * GELU_SLOPE
 
 
 def gate_constants(activation: Activation) -> dict[str, float | bool]:
-    """Returns the constants for which kernels with a fused activation are specialized."""
-    tanh = activation.function == GELU_TANH
+    """Returns the constants for which kernels with a fused activation are specialized. LIMIT: 0 without a limit,
+    negative if the function's result is clamped."""
+    tanh, limit = activation.function == GELU_TANH, activation.limit or 0.0
     return {
         "ALPHA": GELU_SLOPE if tanh else activation.alpha,
         "CUBIC": GELU_CUBIC if tanh else 0.0,
         "OFFSET": activation.up_offset,
-        "LIMIT": 0.0 if activation.limit is None else activation.limit,
+        "LIMIT": -limit if activation.limits_result and limit < MIN_RESULT_LIMIT else limit,
         "HAS_GATE": activation.gated,
     }

@@ -42,7 +42,10 @@ FORMS = {
 
 def activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+        if activation.limits_result:
+            return up * (gate * torch.sigmoid(gate)).clamp(max=activation.limit)
+        gate = gate.clamp(max=activation.limit)
     if activation == GELU:
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
     return (up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)
@@ -93,7 +96,10 @@ def test_products_of_every_form(form: str, avx2: bool) -> None:
     assert avx2 == (pool.kernels == "avx2") or not avx2
 
 
-@pytest.mark.parametrize("activation", [GELU, RELU2], ids=["gelu", "no gate"])
+LIMITED = Activation(limit=0.05, limits_result=True)
+
+
+@pytest.mark.parametrize("activation", [GELU, RELU2, LIMITED], ids=["gelu", "no gate", "limited result"])
 def test_other_activations(activation: Activation) -> None:
     case = make_case("fp8_block", 3, hidden=256, inter=128)
     if not activation.gated:

@@ -19,7 +19,8 @@ def activated(
     gate, up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """`Activation` of fp32 values; LIMIT 0 clamps nothing. Without a gate `gate` is what is squared."""
+    """`Activation` of fp32 values; LIMIT 0 clamps nothing, and a negative one clamps the result of the function instead
+    of `gate`. Without a gate `gate` is what is squared."""
     if not HAS_GATE:
         positive = tl.maximum(gate, 0.0)
         return positive * positive
@@ -30,6 +31,9 @@ def activated(
         slope = ALPHA * gate
         if CUBIC > 0:
             slope = gate * (ALPHA + CUBIC * gate * gate)
+        if LIMIT < 0:
+            up = tl.minimum(tl.maximum(up, LIMIT), -LIMIT)
+            return (up + OFFSET) * tl.minimum(gate / (1.0 + tl.exp(-slope)), -LIMIT)
         return (up + OFFSET) * (gate / (1.0 + tl.exp(-slope)))
 
 

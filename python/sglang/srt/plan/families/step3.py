@@ -10,7 +10,6 @@ from typing import Any
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.mlp.spec import Dense
 from sglang.srt.blocks.moe.spec import MoE, Router, Shared
-from sglang.srt.configs.activation import MIN_RESULT_LIMIT
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
 from sglang.srt.errors import UserError
@@ -105,12 +104,8 @@ def _limits(c: Config, key: str) -> list[float]:
     limits = [0.0 if value is None else value for value in values]
     if len(limits) < c.num_layers or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in limits):
         raise UserError(f"{c.source}: {key!r} must be a list of numbers, one for each of {c.num_layers} layers.")
-    small = [limit for limit in limits if limit and not limit >= MIN_RESULT_LIMIT]
-    if small:
-        c.problem(
-            f"{key} has {small[0]!r}; limits below {MIN_RESULT_LIMIT} are not supported, because the kernels clamp"
-            " before the function."
-        )
+    if wrong := [limit for limit in limits if not limit >= 0]:
+        c.problem(f"{key} has {wrong[0]!r}; a limit is positive, or 0 for none.")
     return [float(limit) for limit in limits[: c.num_layers]]
 
 

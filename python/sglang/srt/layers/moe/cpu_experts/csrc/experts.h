@@ -37,7 +37,8 @@ struct matrix {
     int32_t rows_of_scale; /* rows that share one */
 };
 
-/* The function between the two products, as `activated` of triton_ops/activation.py; limit 0 clamps nothing. */
+/* The function between the two products, as `activated` of triton_ops/activation.py; limit 0 clamps nothing, and a
+ * negative one clamps the result of the function instead of gate. */
 struct activation {
     float alpha, cubic, offset, limit;
     int32_t gated;
@@ -140,7 +141,8 @@ static inline float exp_of(float x) {
 }
 
 static inline void activate_rows(const struct activation *a, const float *gate, const float *up, uint16_t *out, int n) {
-    float limit = a->limit > 0 ? a->limit : 3e38f;
+    float limit = a->limit > 0 ? a->limit : a->limit < 0 ? -a->limit : 3e38f;
+    float most_gate = a->limit > 0 ? limit : 3e38f, most_result = a->limit < 0 ? limit : 3e38f;
     if (!a->gated) {
         for (int i = 0; i < n; i++) {
             float positive = gate[i] > 0 ? gate[i] : 0.0f;
@@ -149,8 +151,10 @@ static inline void activate_rows(const struct activation *a, const float *gate, 
         return;
     }
     for (int i = 0; i < n; i++) {
-        float g = gate[i] > limit ? limit : gate[i], u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+        float g = gate[i] > most_gate ? most_gate : gate[i];
+        float u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
         float slope = g * (a->alpha + a->cubic * g * g);
-        out[i] = to_bf16((u + a->offset) * (g / (1.0f + exp_of(-slope))));
+        float result = g / (1.0f + exp_of(-slope));
+        out[i] = to_bf16((u + a->offset) * (result > most_result ? most_result : result));
     }
 }
