@@ -1,9 +1,9 @@
 """DSpark block drafts with their own checkpoint: makes their descriptions from config.json.
 
-Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel` and
-`Gemma4DSparkModel`: keys beside those of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A
-draft is DFlash's backbone with a head that biases each draft token by the token before it. Its embedding and output
-head are copies of the target's.
+Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (keys beside those of the layers:
+`Qwen3DSparkModel`, `LingDSparkModel` with the same tensors, and `Gemma4DSparkModel`), and SpecForge's
+(`DSparkDraftModel`: keys in `dflash_config`). A draft is DFlash's backbone with a head that biases each draft token by
+the token before it. Its embedding and output head are copies of the target's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
 from sglang.srt.plan.model_description import ModelDescription
 
-DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel", GEMMA4_DSPARK)
+DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel", "LingDSparkModel", GEMMA4_DSPARK)
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 _NAMES: Mapping[str, str] = {
     "markov_w1": "markov_head.markov_w1",
