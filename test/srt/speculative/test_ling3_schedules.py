@@ -38,9 +38,8 @@ def build(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     if kind in ("DFLASH", "DSPARK"):
         drafts: Any = test_dflash_drafts if kind == "DFLASH" else test_dspark_drafts
         layers: dict[str, Any] = {"target_layer_ids": [1, 4]}
-        config = drafts.CONFIG | (
-            {"dflash_config": {"mask_token_id": 201, **layers}} if kind == "DFLASH" else layers | LING
-        )
+        keys = {"dflash_config": {"mask_token_id": 201, **layers}} if kind == "DFLASH" else layers | LING
+        config = drafts.CONFIG | keys
         flags["speculative_draft_model_path"] = str(save_draft(folder / "draft", config, drafts.weights(config)))
     return target, flags
 
