@@ -173,6 +173,33 @@ def mimo_draft(hidden: int, heads: int, layers: list[int], mask_token: int) -> C
     }
 
 
+def laguna_draft() -> Config:
+    """The DFlash draft of Laguna-XS-2.1, as wide as its file says; which layers it reads is not known here."""
+    return {
+        "architectures": ["DFlashLagunaForCausalLM"],
+        "model_type": "laguna",
+        "dtype": "bfloat16",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "gating": "per-head",
+        "hidden_act": "silu",
+        "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 262144,
+        "vocab_size": 100352,
+        "draft_vocab_size": 100352,
+        "dflash_config": {
+            "mask_token_id": 12, "target_layer_ids": [1, 10, 19, 29, 38], "block_size": 16, "causal": True,
+        },
+    }  # fmt: skip
+
+
 _LING_FP8: Config = {**_FP8_BLOCKS, "modules_to_not_convert": ["lm_head", "gate", "b_proj"]}
 _LING_INT4: Config = {
     "quant_method": "compressed-tensors",

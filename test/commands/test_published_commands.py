@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from srt.kernels import published
 
-from commands.configs import CONFIGS, checkpoint
+from commands.configs import CONFIGS, checkpoint, laguna_draft
 from commands.published import COMMANDS, NOT_SERVED, words_of
 from sglang import explain
 from sglang.srt.errors import UserError
@@ -102,10 +102,7 @@ def test_drafts_of_laguna(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     argv += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     assert explain.main(argv) == 0
     assert "DFLASH (DFlashDraftModel): 5 layers" in capsys.readouterr().out
-    gated = {**layers, "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "gating": "per-head"}
-    gated |= {"layer_types": ["sliding_attention"] * 5, "sliding_window": 512, "num_attention_heads": 64}
-    settings = {"mask_token_id": 12, "target_layer_ids": [1, 9, 17, 27, 39], "block_size": 16, "causal": True}
-    (draft / "config.json").write_text(json.dumps(gated | {"dflash_config": settings}))
+    (draft / "config.json").write_text(json.dumps(laguna_draft()))
     assert explain.main(argv) == 0
     assert "DFLASH (DFlashLagunaForCausalLM): 5 layers" in capsys.readouterr().out
 
