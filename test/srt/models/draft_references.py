@@ -223,8 +223,10 @@ class DFlash:
         q, k = (rotate(rms(x, w[f"{at}{name}_norm.weight"], eps), theta, rotated) for x, name in ((q, "q"), (k, "k")))
         first = max(0, len(rows) - keys.get("swa_window_size", len(rows)))
         v, sinks = v * keys.get("attention_value_scale", 1.0), w.get(f"{at}attention_sink_bias")
-        if keys.get("causal") or self.config.get("is_causal"):
-            window, scale = self.config.get("sliding_window", len(rows)), dim**-0.5
+        kinds = self.config.get("layer_types", ["full_attention"] * self.config["num_hidden_layers"])
+        windowed = kinds[int(at.split(".")[1])] == "sliding_attention"
+        if keys.get("causal") or self.config.get("is_causal", windowed):
+            window, scale = self.config["sliding_window"] if windowed else len(rows), dim**-0.5
             sights = [(i, slice(max(0, i + 1 - window), i + 1)) for i in range(len(context), len(rows))]
             seen = torch.cat([attend(q[i : i + 1], k[sight], v[sight], scale, causal=False) for i, sight in sights])
         else:

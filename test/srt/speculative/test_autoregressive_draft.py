@@ -176,6 +176,8 @@ class Proposals:
         ("dflash_mimo", {"chunked_prefill_size": 16, "page_size": 8}),
         ("dflash_laguna", {"chunked_prefill_size": 16, "page_size": 8}),
         pytest.param("dflash_causal", {}, marks=pytest.mark.thorough),
+        ("dflash_windows", {}),
+        pytest.param("dflash_speculators_windows", {}, marks=pytest.mark.thorough),
         pytest.param("dspark_vanilla", {"chunked_prefill_size": 16, "page_size": 8}, marks=pytest.mark.thorough),
         pytest.param("dspark_gated", {}, marks=pytest.mark.thorough),
         ("dspark_rnn", {}),

@@ -112,6 +112,10 @@ class Convolution:
         return (projection, Elements(2 * self.taps * hidden_size))
 
 
+NOWHERE, IN_WINDOWS, EVERYWHERE = "", "windows", "all"
+"""In which layers rows of a block see those before them alone: none, those with a window, all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block(Form):
     """A DFlash draft: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in one
@@ -123,7 +127,7 @@ class Block(Form):
         head: corrects the draft tokens from left to right
         convolution: around both blocks of each of the `num_layers` layers
         mask_vector: mask tokens have an embedding of the draft's own, which is in a file beside its weights
-        causal: a row sees those before it, but not those behind it
+        causal: in which layers a row sees those before it, but not those behind it: NOWHERE, IN_WINDOWS or EVERYWHERE
         aux_norms: the aux hidden states of each layer have a norm of their own
         input_norms: layers norm what they make keys and values of as they norm their input
         confidence: predicts how likely draft tokens are accepted, by which steps are shortened
@@ -140,7 +144,7 @@ class Block(Form):
     num_layers: int = 0
     confidence: Confidence | None = None
     mask_vector: bool = False
-    causal: bool = False
+    causal: str = NOWHERE
     aux_norms: bool = False
     input_norms: bool = False
 

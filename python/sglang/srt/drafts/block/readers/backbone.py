@@ -15,7 +15,7 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.model_path import MASK_VECTOR_FILE
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.drafts.block.readers.laguna import LAGUNA_ARCHITECTURE, laguna_layers
-from sglang.srt.drafts.block.spec import Block
+from sglang.srt.drafts.block.spec import EVERYWHERE, IN_WINDOWS, NOWHERE, Block
 from sglang.srt.drafts.config import DraftConfig, check_sizes
 from sglang.srt.drafts.spec import DraftDescription, finished
 from sglang.srt.errors import UserError
@@ -25,7 +25,7 @@ from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4, gemma4
 from sglang.srt.plan.families.laguna import LAGUNA
 from sglang.srt.plan.families.qwen3 import QWEN3
-from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.layer_spec import LayerSpec, Mixer
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, CACHE_SCALE_ALIASES, MLP_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -154,7 +154,12 @@ def check_aux_layers(named: list[Any], num_target_layers: int, source: str) -> t
     return tuple(named)
 
 
-def in_blocks(model: ModelDescription, size: int, causal: bool = False) -> ModelDescription:
-    """Returns the model with layers whose rows see the whole block of `size` rows; `causal`: each up to itself."""
-    layers = (replace(layer, mixer=layer.mixer.in_blocks(size, causal)) for layer in model.layers)
+def in_blocks(model: ModelDescription, size: int, causal: str = NOWHERE) -> ModelDescription:
+    """Returns the model with layers whose rows see the whole block of `size` rows, or up to themselves (`causal`: as in
+    Block)."""
+
+    def up_to_itself(layer: LayerSpec) -> bool:
+        return causal == EVERYWHERE or (causal == IN_WINDOWS and layer.mixer.window > 0)
+
+    layers = (replace(layer, mixer=layer.mixer.in_blocks(size, up_to_itself(layer))) for layer in model.layers)
     return replace(model, layers=tuple(layers))

@@ -27,16 +27,25 @@ from sglang.srt.drafts.block.readers.laguna import (
     ANCHOR,
     LAGUNA_ARCHITECTURE,
     as_stored,
-    is_causal,
     with_laguna_names,
 )
 from sglang.srt.drafts.block.readers.mimo import MIMO_KEYS, TRAINING_KEYS, fit_attention, fit_mimo
 from sglang.srt.drafts.block.readers.muse import ASSISTANT_ARCHITECTURE, ASSISTANT_NAMES, fit_assistant
-from sglang.srt.drafts.block.spec import Block, Convolution, Domino, Head, Selector
+from sglang.srt.drafts.block.readers.speculators import BOTH_WAYS
+from sglang.srt.drafts.block.spec import (
+    EVERYWHERE,
+    IN_WINDOWS,
+    NOWHERE,
+    Block,
+    Convolution,
+    Domino,
+    Head,
+    Selector,
+)
 from sglang.srt.drafts.config import DraftConfig
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
-from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.model_description import ModelDescription, architecture_of
 
 DFLASH_ARCHITECTURES = (
     "DFlashDraftModel",
@@ -103,7 +112,7 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
         first_row=dflash_first_row(keys),
         head=head,
         convolution=_convolution(inner, keys.positive("hidden_size")),
-        causal=is_causal(keys, inner, usual=laguna),
+        causal=causal_layers(keys, inner),
         aux_norms=laguna,
         input_norms=laguna,
     )
@@ -127,6 +136,18 @@ def dflash_first_row(keys: ConfigReader) -> int:
     inner = _inner(keys)
     of_anchor = inner.default(ANCHOR, bool, keys.default(ANCHOR, bool, False))
     return 0 if of_anchor or inner.default("shift_label", bool, False) else 1
+
+
+def causal_layers(keys: ConfigReader, inner: ConfigReader) -> str:
+    """Returns in which layers a block's rows see those before them alone (`Block.causal`). Where nothing is stated, in
+    those with a window, as other servers compute drafts that were published before the key was. Drafts of MiMo and
+    Muse-Glimmer were trained otherwise."""
+    for reader in (inner, keys):
+        for key in ("causal", "is_causal"):
+            if reader.values.get(key) is not None:
+                return EVERYWHERE if reader.default(key, bool, False) else NOWHERE
+    both_ways = MIMO_KEYS & inner.values.keys() or architecture_of(keys) == ASSISTANT_ARCHITECTURE
+    return NOWHERE if both_ways or keys.default(BOTH_WAYS, bool, False) else IN_WINDOWS
 
 
 def _inner(keys: ConfigReader) -> ConfigReader:

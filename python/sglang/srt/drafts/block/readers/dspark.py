@@ -22,7 +22,8 @@ from sglang.srt.drafts.block.readers.backbone import (
     reduced_head,
 )
 from sglang.srt.drafts.block.readers.dspark_bundled import CONFIDENCE, describe_bundled
-from sglang.srt.drafts.block.spec import Block, Confidence, Markov
+from sglang.srt.drafts.block.readers.speculators import BOTH_WAYS
+from sglang.srt.drafts.block.spec import IN_WINDOWS, NOWHERE, Block, Confidence, Markov
 from sglang.srt.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
@@ -82,6 +83,7 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
         first_row=first_row(keys),
         head=head,
         confidence=_confidence(keys, rank),
+        causal=IN_WINDOWS if keys.values.get(BOTH_WAYS) is False else NOWHERE,
     )
     return describe_block_draft(config, target, form, names, aux_layers, size)
 

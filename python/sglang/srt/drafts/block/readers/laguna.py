@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.plan.attention_parts import HeadGate, PerHead, StoredQKV
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import mlp
@@ -40,12 +39,6 @@ def as_stored(config: DraftConfig, names: WeightMap) -> Mapping[str, Any]:
     """Returns the draft's config.json with whether its checkpoint has q, k and v apart."""
     stored = config.stored(names) or {}
     return {**config.values, _SPLIT: any(name.endswith(".q_proj.weight") for name in stored)}
-
-
-def is_causal(keys: ConfigReader, inner: ConfigReader, usual: bool) -> bool:
-    """Returns whether a block's rows see those before them alone, as the keys say, or `usual`."""
-    stated = [reader.values.get(key) for reader in (inner, keys) for key in ("causal", "is_causal")]
-    return next((bool(value) for value in stated if value is not None), usual)
 
 
 def laguna_layers(c: Config) -> Model:
