@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -279,7 +279,8 @@ class BlockAttention(GQAttention):
         out = torch.empty((*q.shape[:2], self.attention.v_head_dim), dtype=q.dtype, device=q.device)
         metadata = batch.metadata[self.attention.site].decode
         assert metadata is not None
-        metadata.attend(q, self.attention, out, starts=starts)
+        features: dict[str, Any] = {"starts": starts}
+        metadata.attend(q, self.attention, out, **features)
         return out.flatten(1)
 
     def _take_sinks(self, sinks: torch.Tensor) -> None:

@@ -13,7 +13,8 @@ from sglang.srt.drafts.block.heads import BlockHead, build_block_head, build_con
 from sglang.srt.drafts.block.mask_vector import MaskVector
 from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.model import PartsDraft
-from sglang.srt.layers.residual import MIXER
+from sglang.srt.layers.quantization.activations import values_of
+from sglang.srt.layers.residual import MIXER, SumJoin
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -59,7 +60,11 @@ class BlockDraft(PartsDraft[Block]):
         """Stores every layer's keys and values of the batch's tokens, computed from the features [T, H]."""
         for layer in self.layers:
             (join, attention), *_ = layer.blocks
-            attention.keep(join.norm(features, None)[0] if self.form.input_norms else features, batch)
+            rows = features
+            if self.form.input_norms:
+                assert isinstance(join, SumJoin) and join.norm is not None
+                rows = values_of(join.norm(features, None)[0])
+            attention.keep(rows, batch)
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         embedded = self.parts.embedding(batch.input_ids)

@@ -133,7 +133,7 @@ def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
     return pattern | {"num_hidden_layers": len(kinds)}
 
 
-_MTP = MTPPass(
+NEMOTRON_MTP = MTPPass(
     tensors=MTPTensors(
         at="mtp.layers.",
         layer="{layer}.",
@@ -180,5 +180,5 @@ NEMOTRON_H = Family(
         layer_prefix="backbone.layers.{layer}.",
         unread=("mtp.",),
     ),
-    mtp=_MTP,
+    mtp=NEMOTRON_MTP,
 )

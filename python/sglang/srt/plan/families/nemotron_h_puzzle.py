@@ -12,7 +12,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Model
 from sglang.srt.plan.families.mtp import OTHER_DRAFTS
-from sglang.srt.plan.families.nemotron_h import NEMOTRON_H, block_of, known_kinds, with_usual_keys
+from sglang.srt.plan.families.nemotron_h import NEMOTRON_H, NEMOTRON_MTP, block_of, known_kinds, with_usual_keys
 
 _KIND = "block_type"
 _SIZES = (
@@ -59,7 +59,6 @@ def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
     return {"block_configs": blocks, "num_hidden_layers": len(blocks)}
 
 
-assert NEMOTRON_H.mtp is not None
 NEMOTRON_H_PUZZLE = replace(
     NEMOTRON_H,
     title="Nemotron-Labs-3-Puzzle",
@@ -72,5 +71,5 @@ NEMOTRON_H_PUZZLE = replace(
         layer_prefix="model.layers.{layer}.",
         beginnings=(("backbone.", "model."),),
     ),
-    mtp=replace(NEMOTRON_H.mtp, keys=_draft_keys),
+    mtp=replace(NEMOTRON_MTP, keys=_draft_keys),
 )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.model_path import MASK_VECTOR_FILE
 from sglang.srt.configs.stored_form import stored_wide
@@ -159,7 +160,8 @@ def in_blocks(model: ModelDescription, size: int, causal: str = NOWHERE) -> Mode
     Block)."""
 
     def up_to_itself(layer: LayerSpec) -> bool:
-        return causal == EVERYWHERE or (causal == IN_WINDOWS and layer.mixer.window > 0)
+        mixer = layer.mixer
+        return causal == EVERYWHERE or (causal == IN_WINDOWS and isinstance(mixer, GQA) and mixer.window > 0)
 
     layers = (replace(layer, mixer=layer.mixer.in_blocks(size, up_to_itself(layer))) for layer in model.layers)
     return replace(model, layers=tuple(layers))
