@@ -214,6 +214,7 @@ WRITTEN_BY_OTHERS = {
     *("Step3p5ForCausalLM", "DeepseekV41ForCausalLM", "MiMoV2ForCausalLM"),
     *("BailingMoeV3ForCausalLM", "NaiveN05FlashForCausalLM", "Step4ForCausalLM", "Step5ForCausalLM"),
     *("MMGPTStepRoboticsForCausalLM", "Step5ForConditionalGeneration"),
+    "NemotronHPuzzleForCausalLM",
 }
 """Architectures whose code comes with the checkpoint, those of which transformers writes keys and names that no
 published checkpoint has, and one whose class has no indexer by default."""

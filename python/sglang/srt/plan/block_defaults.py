@@ -177,8 +177,9 @@ class MixerDefaults(Protocol):
         """Returns the mixer as attention to all tokens."""
         return self
 
-    def in_blocks(self, size: int) -> Self:
-        """Returns the mixer for drafts whose `size` rows of a request see each other."""
+    def in_blocks(self, size: int, causal: bool = False) -> Self:
+        """Returns the mixer for drafts whose `size` rows of a request see each other; `causal`: each those before
+        it."""
         raise TypeError(f"{type(self).__name__} has no rows that see each other")
 
     def with_input_size(self, size: int) -> Self:
