@@ -16,7 +16,7 @@ SAMPLE = [
     f"{LAYERS}/test_triton_ops.py::test_fused_add_rmsnorm",  # sums of a block through shared memory
     f"{LAYERS}/quantization/test_quant_linear.py::test_every_scheme[1-nvfp4-native]",  # block scales, of four bits
     f"{LAYERS}/quantization/test_quant_linear.py::test_every_scheme[40-mxfp8-native]",  # block scales, of eight bits
-    f"{LAYERS}/attention/test_attention_kernels.py::test_extend_head_dims[(64, 64)]",  # bf16, copies, loops that end apart
+    f"{LAYERS}/attention/test_attention_kernels.py::test_extend_head_dims[(64, 64)]",  # bf16, copies, loops
 ]
 
 

@@ -34,6 +34,8 @@ class Executed:
     instructions: Counter[str] = field(default_factory=Counter)
     bytes_read: int = 0
     bytes_written: int = 0
+    lines: set[int] = field(default_factory=set)
+    """Of the module's text, that some thread reached."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,6 +68,10 @@ def launch(
     for number, lanes in counts.items():
         for instruction in code.blocks[number].instructions:
             done.instructions[instruction.opcode] += lanes
+            done.lines.add(instruction.line)
+        last = code.blocks[number].last
+        if last is not None:
+            done.lines.add(last.line)
     return done
 
 
