@@ -64,7 +64,7 @@ def run(file: str, chosen: str, limit: int) -> bool:
             "SGLANG_EXECUTE_PTX": "sm_120", NOTES: str(notes), "TRITON_DEFAULT_FP_FUSION": "1",
             "PYTHONPATH": str(ROOT / "python"),
         }  # fmt: skip
-        command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:randomly", "-rf", "--tb=short", file]
+        command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:randomly", "-x", "-rf", "--tb=short", file]
         command += ["-m", "not thorough", *(["-k", chosen] if chosen else [])]
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
@@ -88,6 +88,8 @@ def record(file: str, lines: list[dict[str, Any]], passed: bool, whole: bool) ->
         one["launches"] += line["launches"]
         one["blocks"] += line["blocks"]
         one["lanes"] += sum(line["instructions"].values())
+        if line["choices"]:
+            one["choices"] = one.get("choices", 0) + line["choices"]
         if line["row"] and line["row"] not in one["rows"]:
             one["rows"].append(line["row"])
     for one in kernels.values():
