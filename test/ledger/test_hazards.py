@@ -37,6 +37,23 @@ def test_an_array_is_not_another_one() -> None:
     assert both[32:].tolist() == list(range(32))
 
 
+def test_addresses_from_a_table() -> None:
+    """A kernel may be given tensors by their addresses in another one; what is behind them is refused."""
+    text = module(
+        "ld.param.b64 %rd0, [k_param_0];\nld.global.b64 %rd1, [%rd0];\nmov.u32 %r0, %tid.x;\n"
+        "mul.wide.u32 %rd2, %r0, 4;\nadd.s64 %rd3, %rd1, %rd2;\nst.global.b32 [%rd3], %r0;"
+    )
+    for size in (32, 31):
+        kept = torch.zeros(size, dtype=torch.int32)
+        table = torch.tensor([kept.data_ptr()])
+        if size == 32:
+            run(text, table)
+            assert kept.tolist() == list(range(32))
+        else:
+            with pytest.raises(Hazard, match="out of bounds"):
+                run(text, table)
+
+
 def test_misaligned_access() -> None:
     fails("misaligned", POINTER + "ld.global.v2.b32 {%r4, %r5}, [%rd2];", "8 bytes at byte 4 of array 0", size=33)
     fails("misaligned", SHARED + "st.shared.b32 [%r3+2], %r0;", "shared memory", shared=256)
