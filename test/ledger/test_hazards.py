@@ -54,6 +54,15 @@ def test_addresses_from_a_table() -> None:
                 run(text, table)
 
 
+def test_launches_with_fewer_arrays() -> None:
+    """One kernel, first with two arrays and then with one in the place of both."""
+    text = module(POINTER.replace("k_param_0", "k_param_1") + "st.global.b32 [%rd2], %r0;", parameters=2)
+    first, second = (torch.zeros(32, dtype=torch.int32) for _ in range(2))
+    run(text, torch.zeros(1, dtype=torch.int32), first)
+    run(text, second, second)
+    assert first.tolist() == second.tolist() == list(range(32))
+
+
 def test_misaligned_access() -> None:
     fails("misaligned", POINTER + "ld.global.v2.b32 {%r4, %r5}, [%rd2];", "8 bytes at byte 4 of array 0", size=33)
     fails("misaligned", SHARED + "st.shared.b32 [%r3+2], %r0;", "shared memory", shared=256)

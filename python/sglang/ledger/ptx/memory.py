@@ -120,7 +120,7 @@ class GlobalMemory:
         if (low | high) & (size - 1) or (addresses & np.uint64(size - 1)).any():
             bad = int(addresses[(addresses & np.uint64(size - 1)) != 0][0])
             raise Hazard("misaligned", f"{size} bytes at {self.place(bad)}")
-        if self.allocations:
+        if hint[0] < len(self.allocations):  # that of an earlier launch, which may have had more
             likely = self.allocations[hint[0]]
             if likely.base <= low and high + size <= likely.base + likely.size:
                 return [(likely, None)]
