@@ -50,7 +50,7 @@ All 232 forms of instructions in 226 rows, at least one of each kernel, are know
 No fault that changes an answer. In sums over threads the compiler fuses a thread's product with what it gets from
 another thread: of a * b + c * d one thread rounds the first product, the other one the second. Both then write their
 sum to one place, and the ISA leaves open which one stays, so that a result may differ in its last place. Such stores
-are counted where they were executed: CHOICES.
+are counted. Executed launches of these kernels had some:CHOICES
 
 ## Faults put in
 
@@ -143,7 +143,7 @@ def page() -> str:
         f" {lanes / 1e9:.1f} billion instructions of threads.\n"
     )
     choices = sorted({kernel for e in record.values() for kernel, one in e["kernels"].items() if one.get("choices")})
-    named = "\n" + ", ".join(f"`{kernel}`" for kernel in choices) if choices else "in none"
+    named = "".join(f"\n\n- `{kernel}`" if i == 0 else f"\n- `{kernel}`" for i, kernel in enumerate(choices))
     introduction = INTRODUCTION.replace("CHOICES", named)
     parts = [introduction, "\n".join(lines), total, _missing(sorted(set(missing))), _files(record)]
     return "\n".join(parts)
