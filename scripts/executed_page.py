@@ -50,7 +50,7 @@ All 232 forms of instructions in 226 rows, at least one of each kernel, are know
 No fault that changes an answer. In sums over threads the compiler fuses a thread's product with what it gets from
 another thread: of a * b + c * d one thread rounds the first product, the other one the second. Both then write their
 sum to one place, and the ISA leaves open which one stays, so that a result may differ in its last place. Such stores
-are counted. Executed launches of these kernels had some:CHOICES
+are counted. `channel_solve_kernel` was looked at; launches of these kernels had some:CHOICES
 
 ## Faults put in
 
