@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import signal
@@ -63,7 +64,7 @@ def run(file: str, chosen: str, limit: int) -> bool:
             "SGLANG_EXECUTE_PTX": "sm_120", NOTES: str(notes), "TRITON_DEFAULT_FP_FUSION": "1",
             "PYTHONPATH": str(ROOT / "python"),
         }  # fmt: skip
-        command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:randomly", "-rf", "--tb=short", file]
+        command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:randomly", "-x", "-rf", "--tb=short", file]
         command += ["-m", "not thorough", *(["-k", chosen] if chosen else [])]
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
@@ -80,7 +81,6 @@ def run(file: str, chosen: str, limit: int) -> bool:
 
 def record(file: str, lines: list[dict[str, Any]], passed: bool, whole: bool) -> None:
     """Writes what one file executed in place of what it had executed before."""
-    content: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     kernels: dict[str, Any] = {}
     for line in lines:
         one = kernels.setdefault(line["kernel"], {"forms": 0, "launches": 0, "blocks": 0, "lanes": 0, "rows": []})
@@ -88,6 +88,8 @@ def record(file: str, lines: list[dict[str, Any]], passed: bool, whole: bool) ->
         one["launches"] += line["launches"]
         one["blocks"] += line["blocks"]
         one["lanes"] += sum(line["instructions"].values())
+        if line["choices"]:
+            one["choices"] = one.get("choices", 0) + line["choices"]
         if line["row"] and line["row"] not in one["rows"]:
             one["rows"].append(line["row"])
     for one in kernels.values():
@@ -95,9 +97,15 @@ def record(file: str, lines: list[dict[str, Any]], passed: bool, whole: bool) ->
     forms = sorted({form for line in lines for form in line["instructions"]})
     result = "passed" if passed and whole else "passed in part" if passed else "failed"
     date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
-    content[file] = {"date": date, "result": result, "kernels": kernels, "instructions": forms}
-    parts = [f" {json.dumps(name)}: {json.dumps(content[name])}" for name in sorted(content)]
-    RECORD.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    RECORD.touch()
+    with RECORD.open("r+") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)  # several may run side by side
+        content: dict[str, Any] = json.loads(opened.read() or "{}")
+        content[file] = {"date": date, "result": result, "kernels": kernels, "instructions": forms}
+        parts = [f" {json.dumps(name)}: {json.dumps(content[name])}" for name in sorted(content)]
+        opened.seek(0)
+        opened.truncate()
+        opened.write("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 if __name__ == "__main__":

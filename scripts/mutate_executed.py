@@ -46,6 +46,8 @@ class Kept:
     after: dict[str, torch.Tensor]
     shared: int
     threads: int
+    lines: frozenset[int]
+    """Those that were executed: a fault elsewhere cannot show."""
 
     def noticed(self, text: str) -> str:
         """Returns how a fault shows; "" if it does not."""
@@ -84,7 +86,7 @@ def keep(files: Sequence[str], chosen: str) -> list[Kept]:
         done = launch(ptx, grid, arguments, shared, threads)
         if first:
             after = {name: copied(value) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-            kept[ptx] = Kept(ptx, grid, before, after, shared, threads)
+            kept[ptx] = Kept(ptx, grid, before, after, shared, threads, frozenset(done.lines))
         return done
 
     driver.launch = keeping  # type: ignore[assignment]
@@ -105,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     every: dict[str, list[tuple[Kept, Mutation]]] = {}
     for one in keep(args.files, args.chosen):
-        for mutation in mutations(one.ptx):
+        for mutation in (m for m in mutations(one.ptx) if m.line in one.lines):
             every.setdefault(mutation.kind, []).append((one, mutation))
     rng = random.Random(0)
     for of_kind in every.values():

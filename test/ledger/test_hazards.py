@@ -37,6 +37,32 @@ def test_an_array_is_not_another_one() -> None:
     assert both[32:].tolist() == list(range(32))
 
 
+def test_addresses_from_a_table() -> None:
+    """A kernel may be given tensors by their addresses in another one; what is behind them is refused."""
+    text = module(
+        "ld.param.b64 %rd0, [k_param_0];\nld.global.b64 %rd1, [%rd0];\nmov.u32 %r0, %tid.x;\n"
+        "mul.wide.u32 %rd2, %r0, 4;\nadd.s64 %rd3, %rd1, %rd2;\nst.global.b32 [%rd3], %r0;"
+    )
+    for size in (32, 31):
+        kept = torch.zeros(size, dtype=torch.int32)
+        table = torch.tensor([kept.data_ptr()])
+        if size == 32:
+            run(text, table)
+            assert kept.tolist() == list(range(32))
+        else:
+            with pytest.raises(Hazard, match="out of bounds"):
+                run(text, table)
+
+
+def test_launches_with_fewer_arrays() -> None:
+    """One kernel, first with two arrays and then with one in the place of both."""
+    text = module(POINTER.replace("k_param_0", "k_param_1") + "st.global.b32 [%rd2], %r0;", parameters=2)
+    first, second = (torch.zeros(32, dtype=torch.int32) for _ in range(2))
+    run(text, torch.zeros(1, dtype=torch.int32), first)
+    run(text, second, second)
+    assert first.tolist() == second.tolist() == list(range(32))
+
+
 def test_misaligned_access() -> None:
     fails("misaligned", POINTER + "ld.global.v2.b32 {%r4, %r5}, [%rd2];", "8 bytes at byte 4 of array 0", size=33)
     fails("misaligned", SHARED + "st.shared.b32 [%r3+2], %r0;", "shared memory", shared=256)
@@ -86,6 +112,13 @@ def test_two_values_in_one_place() -> None:
     body = SHARED + "st.shared.b32 [%r1], {};"
     run(module(body.format(5), shared=128), torch.zeros(1, dtype=torch.int32))
     fails("race", body.format("%r0"), "two threads write", shared=128)
+
+
+def test_two_roundings_in_one_place_are_a_choice() -> None:
+    """Half of the threads write 1, the others the next number: what a fused product makes of a sum of two threads."""
+    last = "and.b32 %r4, %r0, 1;\nadd.s32 %r5, %r4, 0x3f800000;\n"
+    done = run(module(SHARED + last + "st.shared.b32 [%r1], %r5;", shared=128), torch.zeros(1, dtype=torch.int32))
+    assert done.choices == 1
 
 
 COPY = SHARED + "cp.async.ca.shared.global [%r3], [%rd2], 4;\ncp.async.commit_group;\n{}ld.shared.b32 %r5, [%r3];"

@@ -55,6 +55,8 @@ CASES: list[tuple[str, tuple[int | float, ...], int | bool]] = [
     ("bfe.s32", (0x70, 4, 4), 7),
     ("bfe.u32", (0xFFFFFFFF, 28, 8), 0xF),
     ("bfe.u32", (5, 0, 0), 0),
+    ("dp4a.u32.u32", (0x010203FF, 0x01010101, 0x6400), 0x6400 + 261),
+    ("dp4a.s32.u32", (0x010203FF, 0x01010102, 0), 4),
     ("bfi.b32", (0xF, 0, 8, 4), 0xF00),
     # 9.7.8 logic and shifts
     ("and.b32", (12, 10), 8),

@@ -266,6 +266,24 @@ def reverse(op: Opcode) -> Semantics:
     return Semantics(run, (bits,), (bits,))
 
 
+def dot_of_bytes(op: Opcode) -> Semantics:
+    """dp4a (9.7.1.23): c and the products of four bytes each, signed or not."""
+    second, first = op.type(), op.type()
+    op.end()
+    if {first.name, second.name} - {"u32", "s32"}:
+        raise Unsupported(op.text)
+
+    def bytes_of(kind: Type, x: Array) -> list[Array]:
+        parts = [(x >> np.uint32(8 * i)).astype(np.uint8) for i in range(4)]
+        return [(part.view(np.int8) if kind.kind == "s" else part).astype(np.int64) for part in parts]
+
+    def run(a: Array, b: Array, c: Array) -> Array:
+        products = [x * y for x, y in zip(bytes_of(first, a), bytes_of(second, b), strict=True)]
+        return (c.astype(np.int64) + sum(products)).astype(np.uint32)
+
+    return Semantics(run, (32, 32, 32), (32,))
+
+
 def select(op: Opcode) -> Semantics:
     """selp (9.7.6.3)."""
     bits = op.type().bits
@@ -377,6 +395,7 @@ INTEGERS: dict[str, Rule] = {
     "popc": count,
     "clz": count,
     "brev": reverse,
+    "dp4a": dot_of_bytes,
     "selp": select,
     "setp": compare,
     "mov": copy,

@@ -34,6 +34,10 @@ class Executed:
     instructions: Counter[str] = field(default_factory=Counter)
     bytes_read: int = 0
     bytes_written: int = 0
+    choices: int = 0
+    """Stores whose outcome is one of two roundings of a sum."""
+    lines: set[int] = field(default_factory=set)
+    """Of the module's text, that some thread reached."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -55,6 +59,7 @@ def launch(
     blocks = [(x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(grid)))]
     at_once = max(MOST_LANES // threads, 1)
     counts: Counter[int] = Counter()
+    choices = 0
     for first in range(0, len(blocks), at_once):
         some = blocks[first : first + at_once]
         machine = Machine(
@@ -62,10 +67,15 @@ def launch(
         )
         _set_special(machine, code, some, grid)
         execute(code, machine, counts)
-    done = Executed(bytes_read=memory.bytes_read, bytes_written=memory.bytes_written)
+        choices += machine.choices
+    done = Executed(bytes_read=memory.bytes_read, bytes_written=memory.bytes_written, choices=choices)
     for number, lanes in counts.items():
         for instruction in code.blocks[number].instructions:
             done.instructions[instruction.opcode] += lanes
+            done.lines.add(instruction.line)
+        last = code.blocks[number].last
+        if last is not None:
+            done.lines.add(last.line)
     return done
 
 

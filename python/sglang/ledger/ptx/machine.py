@@ -41,6 +41,8 @@ class Machine:
         self.local_written = np.zeros(max(self.local.stride * self.lanes, 1), dtype=bool)
         self.copies = AsyncCopies(self.lanes)
         self.all_lanes = lane
+        self.choices = 0
+        """Stores to shared memory in which threads of a block write one place in different roundings."""
 
     def full(self, x: Array) -> Array:
         """Returns an element for each lane."""

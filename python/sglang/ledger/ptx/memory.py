@@ -7,6 +7,7 @@ own, with nothing between two allocations, so that an access behind one array ne
 from __future__ import annotations
 
 import ctypes
+import gc
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,12 +44,29 @@ def host_bytes(address: int, size: int) -> Array:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
+def _live_tensor(address: int) -> Allocation | None:
+    """Returns the memory of the CPU tensor that an address is in."""
+    import torch
+
+    for tensor in gc.get_objects():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            continue
+        storage = tensor.untyped_storage()
+        base, size = storage.data_ptr(), storage.nbytes()
+        if base <= address < base + size:
+            name = f"a tensor of {tuple(tensor.shape)} from a table"
+            return Allocation(name, base, views_of(host_bytes(base, size)), size, base)
+    return None
+
+
 class GlobalMemory:
     """The allocations that a launch may touch."""
 
     def __init__(self) -> None:
         self.allocations: list[Allocation] = []
         self._by_host: dict[int, Allocation] = {}
+        self._by_table: list[Allocation] = []
+        """Those whose addresses a kernel reads from a table: they are as in this process."""
         self.bytes_read = self.bytes_written = 0
 
     def add(self, name: str, data: Array, host: int = 0) -> Allocation:
@@ -102,17 +120,17 @@ class GlobalMemory:
         if (low | high) & (size - 1) or (addresses & np.uint64(size - 1)).any():
             bad = int(addresses[(addresses & np.uint64(size - 1)) != 0][0])
             raise Hazard("misaligned", f"{size} bytes at {self.place(bad)}")
-        if self.allocations:
+        if hint[0] < len(self.allocations):  # that of an earlier launch, which may have had more
             likely = self.allocations[hint[0]]
             if likely.base <= low and high + size <= likely.base + likely.size:
                 return [(likely, None)]
         numbers = self._numbers(addresses)
-        parts = []
+        parts: list[tuple[Allocation, Array | None]] = []
         for number in np.unique(numbers):
             chosen = numbers == number
             if number < 0 or number >= len(self.allocations):
-                bad = int(addresses[chosen][0])
-                raise Hazard("out of bounds", f"{size} bytes at {self.place(bad)}")
+                parts += self._from_tables(addresses, chosen, size)
+                continue
             allocation = self.allocations[number]
             offsets = addresses[chosen].astype(np.int64) - allocation.base
             outside = (offsets < 0) | (offsets + size > allocation.size)
@@ -121,6 +139,26 @@ class GlobalMemory:
                 raise Hazard("out of bounds", f"{size} bytes at {self.place(bad)}")
             hint[0] = int(number)
             parts.append((allocation, None if chosen.all() else chosen))
+        return parts
+
+    def _from_tables(self, addresses: Array, chosen: Array, size: int) -> list[tuple[Allocation, Array | None]]:
+        """Returns the tensors of this process that some of the addresses are in. Raises Hazard for the others."""
+        parts: list[tuple[Allocation, Array | None]] = []
+        left = chosen.copy()
+        while left.any():
+            address = int(addresses[left][0])
+            allocation = next((a for a in self._by_table if a.base <= address < a.base + a.size), None)
+            if allocation is None:
+                allocation = _live_tensor(address)
+                if allocation is None:
+                    raise Hazard("out of bounds", f"{size} bytes at {self.place(address)}")
+                self._by_table.append(allocation)
+            inside = left & (addresses >= np.uint64(allocation.base))
+            inside &= addresses + np.uint64(size) <= np.uint64(allocation.base + allocation.size)
+            if not inside.any():
+                raise Hazard("out of bounds", f"{size} bytes behind {allocation.name}, which has {allocation.size}")
+            parts.append((allocation, inside))
+            left &= ~inside
         return parts
 
     def _numbers(self, addresses: Array) -> Array:

@@ -39,6 +39,7 @@ def execute_all_launches(arch: str) -> None:
         line["launches"] += 1
         line["blocks"] += launch.grid[0] * launch.grid[1] * launch.grid[2]
         line["bytes"] += done.bytes_read + done.bytes_written
+        line["choices"] += done.choices
         for form, count in done.instructions.items():
             line["instructions"][form] = line["instructions"].get(form, 0) + count
 
@@ -79,6 +80,7 @@ def line_of(launch: Launch) -> Line:
         "launches": 0,
         "blocks": 0,
         "bytes": 0,
+        "choices": 0,
         "instructions": {},
     }
 
