@@ -11,6 +11,7 @@
 # make schedules 1,000 random schedules over models of every kind of cache, with draft tokens and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
 # make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
+# make stores  NIXL, Mooncake and LMCache with their real processes behind servers; installs them in build/stores, about five minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice; hours on two cores, minutes on 48
 # make lab     the tests of lab/, where the product's data is made; `make test` leaves them out
 # make quality a real model of 135M parameters, from a package: its answers and tokens, about 20 minutes
@@ -41,6 +42,7 @@ CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
 PROXY := build/litellm-proxy
 HELPERS := build/client-helpers
 VERL := build/verl
+STORES := build/stores
 
 # Where it is set, pytest compiles 150 modules of its plugins anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -48,7 +50,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test test-changed test-record clean-record lab fuzz quality quality-forms thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test test-changed test-record clean-record lab fuzz quality quality-forms thorough page site clients schemas schedules mutations failures ray stores ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -129,6 +131,10 @@ failures: install
 ray: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[ray]'
 	$(BIN)/pytest -m ray test/e2e $(ARGS)
+
+stores: install
+	$(BIN)/python scripts/install_stores.py $(STORES)
+	$(BIN)/pytest -m stores test/stores $(ARGS)
 
 gpu: install
 	$(BIN)/python scripts/gpu_checks.py $(ARGS)

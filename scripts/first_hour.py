@@ -135,10 +135,10 @@ def recipe_cases() -> Iterator[Case]:
 
 
 def published_cases() -> Iterator[Case]:
-    from commands.published import COMMANDS, NOT_SERVED
+    from commands.published import AS_TYPED, COMMANDS, NOT_SERVED, OTHER_FLAWS
 
     for name, row in COMMANDS.items():
-        if row["config"] != "-" and name not in NOT_SERVED and "--gpu-memory-utilization" not in row["flags"]:
+        if name not in (*NOT_SERVED, *OTHER_FLAWS, *AS_TYPED):
             yield Case(name, row["config"], kind="published")
 
 

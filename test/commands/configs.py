@@ -173,6 +173,41 @@ def mimo_draft(hidden: int, heads: int, layers: list[int], mask_token: int) -> C
     }
 
 
+def dflash2_draft(target: str, layers: list[int], rows: int, mask_token: int) -> Config:
+    """A DFlash 2 draft of z-lab's form for a model whose text has the hidden size and the vocabulary."""
+    text = _published(target)
+    text = text.get("text_config", text)
+    return {
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": text["hidden_size"],
+        "intermediate_size": 3 * text["hidden_size"],
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_target_layers": text["num_hidden_layers"],
+        "vocab_size": text["vocab_size"],
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000,
+        "rms_norm_eps": 1e-06,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "is_causal": False,
+        "dflash_config": {
+            "target_layer_ids": layers,
+            "mask_token_id": mask_token,
+            "block_size": rows,
+            "conv_kernel_size": 4,
+            "conv_group_size": 64,
+            "selector_rank": 256,
+            "selector_top_k": 16,
+        },
+    }
+
+
 _LING_FP8: Config = {**_FP8_BLOCKS, "modules_to_not_convert": ["lm_head", "gate", "b_proj"]}
 _LING_INT4: Config = {
     "quant_method": "compressed-tensors",
@@ -186,6 +221,10 @@ _LING_INT4: Config = {
     },
     "ignore": ["lm_head", "re:.*attention.*", "re:.*mlp.gate$", "re:.*shared_experts.*", "re:.*layers.[01].mlp.*"],
 }
+
+
+def _in_16_bits(name: str) -> Config:
+    return {key: value for key, value in _published(name).items() if key != "quantization_config"}
 
 
 def _kimi_linear(quantization: Config) -> Config:
@@ -223,11 +262,25 @@ _LLAMA4_FP8: Config = {
     "ignore": [f"re:.*{name}.*" for name in _LLAMA4_KEPT],
 }
 _KIMI_KEPT = ["lm_head", "block_sparse_moe.gate", "self_attn"]
+_FLASH_NEXT_KEPT = [
+    "lm_head",
+    "mlp.gate",
+    "shared_expert_gate",
+    "linear_attn.in_proj_ba",
+    "indexer",
+    "hyper_connection",
+]
+"""Assumed: those that exports of the family leave alone."""
 CONFIGS: dict[str, Config] = {
     "Laguna-XS.2": _laguna(),
     "MiMo-V2.5": _mimo(),
     "MiMo-V2.5-Pro-NVFP4-MXFP8": _mimo_pro(),
     "GLM-5.3-NVFP4": _glm53(),
+    "Gemma-4-31B": _in_16_bits("Gemma-4-31B-IT-NVFP4"),
+    "Qwen3.8-Flash-Next-FP8": {
+        **_published("qwen38_flash_next_nvfp4"),
+        "quantization_config": {**_FP8_BLOCKS, "modules_to_not_convert": _FLASH_NEXT_KEPT},
+    },
     "MiMo-V2.6-Flash-RL": _mimo26(_mimo()),
     "MiMo-V2.6-Pro-RL": {**_mimo26(_mimo_pro()), "attention_value_scale": 0.612},
     "Ling-3.0-flash-FP8": {**_published("Ling-3.0-flash"), "quantization_config": _LING_FP8},

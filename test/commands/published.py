@@ -1,6 +1,6 @@
 """Launch commands that owners of these cards published, and what stands in for the checkpoints that they name.
 
-`published.tsv`: id, card, config (in `configs.py` or `srt/kernels`; - where nobody published one), source, flags.
+`published.tsv`: id, card, config (in `configs.py` or `srt/kernels`), source, flags.
 """
 
 from __future__ import annotations
@@ -10,18 +10,32 @@ import json
 import shlex
 from pathlib import Path
 
-from commands.configs import mimo_draft
+from commands.configs import dflash2_draft, mimo_draft
 
 COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
 NOT_SERVED = ("k3",)
 """Of models that are not implemented."""
+OTHER_FLAWS = {
+    "i40877-dsv41": "Unknown option --gpu-memory-utilization. Here that is --mem-fraction-static",
+    "om-dsv4-0731": "Pass --speculative-dspark-block-size 5 or fewer",
+    "v-sc-glm53f": "--dcp-size 2: entries that stand for several tokens are whole on every rank",
+}
+"""What messages say of commands that do not start as they are."""
+MENDED = {
+    "i40877-dsv41": ("--gpu-memory-utilization", "--mem-fraction-static"),
+    "om-dsv4-0731": ("--speculative-dspark-block-size 7", "--speculative-dspark-block-size 5"),
+    "v-sc-glm53f": ("--dcp-size 2", ""),
+}
+"""What these messages say to write, and instead of what."""
+AS_TYPED = ("zm-fn-fp8-vllm", "zm-gemma31-vllm", "td-mimo26-vllm", "lil-fn-vllm", "lil-glm53-visual", "ft-fn")
+"""Commands of other engines, of which the message says for each flag what to write here."""
 STRETCHED = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 262144}
 STAND_INS = {
     "rk-q397-fp8": ["--quantization", "fp8"],
-    "red-fn-yaml": [
-        "--json-model-override-args",
-        json.dumps({"text_config": {"rope_parameters": STRETCHED}}),
-    ],
+    **{
+        name: ["--json-model-override-args", json.dumps({"text_config": {"rope_parameters": STRETCHED}})]
+        for name in ("red-fn-yaml", "uc-fn-tp2")
+    },
 }
 """What makes of the config what the command was for."""
 BRINGS_DSPARK = {
@@ -33,6 +47,8 @@ BRINGS_DSPARK = {
 DRAFTS = {
     "XiaomiMiMo/MiMo-V2.6-Flash-RL/dflash": mimo_draft(4096, 64, [0, 11, 23, 35, 47], 151675),
     "XiaomiMiMo/MiMo-V2.6-Pro-RL/dflash": mimo_draft(6144, 128, [0, 15, 31, 47, 69], 151669),
+    "/model_dflash": dflash2_draft("Qwen3.6-27B-NVFP4", [1, 16, 31, 46, 61], 9, 248070),
+    "incoai/GLM-5.3-Flash-DFlash2": dflash2_draft("GLM-5.3-Flash-NVFP4", [1, 11, 21, 31, 41], 8, 154820),
     "google/gemma-4-31B-it-assistant": {
         "architectures": ["Gemma4AssistantForCausalLM"],
         "model_type": "gemma4_assistant",

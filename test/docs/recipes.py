@@ -23,6 +23,7 @@ CONFIGS = {
     "Ling-3.0-flash-MXFP4": "Ling-3.0-flash-MXFP4",
     "Ling-3.0-flash-int4": "Ling-3.0-flash-int4",
     "Ling-3.0-tiny": "Ling-3.0-tiny",
+    "Naive-N0.5-Flash-FP8": "Naive-N0.5-Flash-FP8",
     "Laguna-XS.2": "Laguna-XS.2",
     "Inkling-Small-NVFP4 (text)": "Inkling-Small-NVFP4",
     "Inkling-Small (text)": "Inkling-Small",

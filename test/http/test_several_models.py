@@ -25,6 +25,7 @@ MODELS: dict[str, Any] = {
     "first": {"flags": {"model-path": DEFAULT_MODEL_PATH, "max-total-tokens": 2048}, "aliases": ["gpt-4o", "org/name"]},
     "second": {"flags": {"model-path": DEFAULT_MODEL_PATH, "max-total-tokens": 1024, "context-length": 512}},
 }
+AHOY = Path(DEFAULT_MODEL_PATH).parent / "adapters" / "ahoy"
 
 
 def started(folder: Path, **more: Any) -> LiveServer:
@@ -82,6 +83,7 @@ def test_what_computes_nothing_wakes_nobody(http: httpx.Client) -> None:
         assert ask(http, name).json()["code"] == "model_not_found"
     assert http.post("/api/models/unloadsecond").status_code == 404
     assert http.get("/v1/models/second:ahoy").status_code == 404
+    assert http.get("/v1/models/second:latest").json()["id"] == "second"
     assert states(http) == {"first": "awake", "second": "asleep"}
     assert {each["name"] for each in http.get("/api/tags").json()["models"]} == {"first", "second"}
     assert {each["name"] for each in http.get("/api/ps").json()["models"]} == {"first"}
@@ -89,6 +91,10 @@ def test_what_computes_nothing_wakes_nobody(http: httpx.Client) -> None:
 
 def test_upstream_and_unload(http: httpx.Client) -> None:
     assert http.get("/upstream/second/model_info").json()["served_model_name"] == "second"
+    for name in ("org/name", "org%2Fname", "gpt-4o", "first:latest"):
+        assert http.get(f"/upstream/{name}/model_info").json()["served_model_name"] == "first", name
+    for name in ("org", "org/name2", "firs", "first:ahoy"):
+        assert http.get(f"/upstream/{name}/model_info").status_code == 404, name
     body = {"text": "The harbour", "sampling_params": {"max_new_tokens": 4}}
     assert http.post("/upstream/second/generate", json=body).status_code == 200
     assert states(http)["second"] == "awake"
@@ -185,9 +191,23 @@ def test_the_page(tmp_path: Path) -> None:
         server.end()
 
 
+def check_adapters(http: httpx.Client) -> None:
+    """Adapters are listed under the names by which requests have them."""
+    model, adapter = http.get("/v1/models").json()["data"]
+    assert (adapter["id"], adapter["parent"], adapter["root"]) == ("org/two:ahoy", "org/two", str(AHOY))
+    for name in ("org/two:ahoy", "first:ahoy"):
+        assert http.get(f"/v1/models/{name}").json() | {"state": "asleep"} == adapter
+        assert http.get(f"/upstream/{name}/model_info").json()["served_model_name"] == "org/two"
+        assert ask(http, name).status_code == 200
+    for name in ("org/two", "first", "first:latest"):
+        assert http.get(f"/v1/models/{name}").json()["id"] == model["id"] == "org/two"
+    assert http.get("/v1/models/first:other").json()["code"] == "model_not_found"
+
+
 def test_keys_are_those_of_the_route(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
-    file.write_text(yaml.safe_dump({"models": {"first": MODELS["first"]}}))
+    flags = {**MODELS["first"]["flags"], "lora-paths": f"ahoy={AHOY}"}
+    file.write_text(yaml.safe_dump({"models": {"org/two": {"flags": flags, "aliases": ["first"]}}}))
     keys = ("--api-key", "user", "--admin-api-key", "boss")
     server = LiveServer("--models", str(file), "--model-path", DEFAULT_MODEL_PATH, *keys).wait_up()
     paths = ("/unload", "/api/models/unload/first", "/upstream/first/flush_cache", "/upstream/first/abort_request/")
@@ -197,5 +217,7 @@ def test_keys_are_those_of_the_route(tmp_path: Path) -> None:
             for path in paths:
                 assert http.post(path, headers={"x-api-key": "user"}).status_code == 403, path
                 assert http.post(path, headers={"x-api-key": "boss"}).status_code != 403, path
+            http.headers["x-api-key"] = "user"
+            check_adapters(http)
     finally:
         server.end()

@@ -68,7 +68,8 @@ def attach(client: httpx.Client, extra: str) -> None:
     wanted = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
     assert client.get(PATH).json()["hicache_storage_backend"] is None
     for wrong, said in (
-        ({"hicache_storage_backend": "mooncake"}, "mooncake"),
+        ({"hicache_storage_backend": "hf3fs"}, "hf3fs"),
+        ({"hicache_storage_backend": "mooncake"}, "MOONCAKE_MASTER"),
         ({**wanted, "hicache_storage_backend_extra_config_json": "@/etc/passwd"}, "files of the server"),
         ({**wanted, "hicache_storage_backend_extra_config_json": '{"bucket": 1}'}, "bucket"),
     ):

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from srt.models.harness import NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
 from sglang.quantize.__main__ import main
-from sglang.quantize.calibrate import BATCH_PROMPTS, calibrate
+from sglang.quantize.calibrate import calibrate
 from sglang.quantize.export import UNCALIBRATED_INPUT_SCALE
 from sglang.quantize.prompts import read_prompts
 from sglang.quantize.rounding import compensated, fitted
+from sglang.quantize.samples import BATCH_PROMPTS
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.entrypoints.openai.built_in_templates import built_in_template

@@ -1,6 +1,7 @@
 """`python -m sglang.quantize --model-path DIR --scheme nvfp4 --output DIR`: quantizes a checkpoint.
 
-The output is in a published format and loads in this server without further flags.
+The output is in a published format and loads in this server without further flags. With --kv-cache-scales FILE the
+scales of an FP8 KV cache are measured, too, or alone if no --scheme is given.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import adopt_environment
@@ -55,6 +57,11 @@ factors from a JSON file {module: factor} instead. Without either nvfp4 gets a f
   awq-gptq      columns scaled as by awq, then rounded as by gptq
 
 These three take 4 K^2 bytes of main memory for each product with K inputs (29 GB for Qwen3-8B). Experts are fitted.
+
+--kv-cache-scales FILE computes the prompts of --calibrate twice, with any checkpoint that the server reads, and prints
+what e4m3 rounds of the keys and values of each layer. The scales are powers of two that cover at least twice the
+largest value. FILE is for --quantization-param-path of this server, SGLang and older vLLM; a checkpoint that --scheme
+writes has them, too.
 """
 
 CALIBRATED = ("awq", "gptq", "awq-gptq")
@@ -88,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model-path", "--model", required=True, help="directory of the unquantized checkpoint")
-    parser.add_argument("--scheme", required=True, choices=list(FORMATS), metavar="SCHEME")
-    parser.add_argument("--output", required=True, help="directory to write; must not exist or be empty")
+    parser.add_argument("--scheme", choices=list(FORMATS), metavar="SCHEME")
+    parser.add_argument("--output", help="directory to write; must not exist or be empty")
     parser.add_argument("--include", action="append", metavar="PATTERN", help="modules to quantize (shell pattern)")
     parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="modules to leave as they are")
     parser.add_argument("--calibrate", metavar="FILE", help="measure activations on these prompts (text or JSON lines)")
@@ -98,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input-scales", metavar="FILE", help="JSON with the activations' factor by module")
     parser.add_argument("--rounding", choices=("nearest", "fitted", *CALIBRATED), default="nearest")
     parser.add_argument("--static-activations", action="store_true", help="fp8_tensor: store a factor of activations")
+    parser.add_argument("--kv-cache-scales", metavar="FILE", help="measure scales of the KV cache; JSON file to write")
+    parser.add_argument("--kv-cache-scales-by", choices=("layer", "head"), help="(default layer)")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file, in GB (default 4)")
     return parser
 
@@ -105,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     from sglang.quantize.export import Selection, export
 
+    _check_cache_options(args)
+    if args.scheme is None:
+        _cache_scales(args)
+        return 0
     form = _format(args)
     if args.rounding in SCALED:
         _check_awq(args.model_path)
@@ -118,6 +131,7 @@ def _run(args: argparse.Namespace) -> int:
         int(args.shard_gb * 1e9),
         _rounding(args.rounding, calibration),
         _prepare(calibration, form.scheme) if args.rounding in SCALED else None,
+        None if args.kv_cache_scales is None else lambda: _cache_scales(args),
     )
     unmeasured = f"; {len(report.unmeasured)} activation factors are the default" if report.unmeasured else ""
     print(
@@ -126,6 +140,41 @@ def _run(args: argparse.Namespace) -> int:
         f" relative error of the weights {report.relative_error:.2%}{unmeasured}"
     )
     return 0
+
+
+def _check_cache_options(args: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict or lack --kv-cache-scales."""
+    if args.kv_cache_scales is None:
+        if args.kv_cache_scales_by is not None:
+            raise UserError("--kv-cache-scales-by has no effect without --kv-cache-scales FILE")
+        if args.scheme is None or args.output is None:
+            raise UserError("--scheme SCHEME with --output DIR, or --kv-cache-scales FILE, says what to write")
+        return
+    if args.calibrate is None:
+        raise UserError("--kv-cache-scales needs --calibrate FILE, the prompts on which it measures")
+    if not Path(args.kv_cache_scales).parent.is_dir() or Path(args.kv_cache_scales).is_dir():
+        raise UserError(f"--kv-cache-scales {args.kv_cache_scales}: name a file in a directory that exists")
+    if (args.scheme is None) != (args.output is None):
+        raise UserError("--scheme and --output go together; --kv-cache-scales alone needs neither")
+    if args.calibration_tokens < 1:
+        raise UserError(f"--calibration-tokens must be positive; got {args.calibration_tokens}")
+
+
+def _cache_scales(args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Measures and writes the scales of the KV cache. Returns them as tensors of a checkpoint if one is written."""
+    from sglang.quantize.cache_scales import calibrate_caches, write_scales
+
+    measured = calibrate_caches(args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device)
+    by_head = args.kv_cache_scales_by == "head"
+    tensors = {} if args.scheme is None else measured.tensors(by_head)
+    write_scales(args.kv_cache_scales, measured, by_head)
+    print("\n".join(measured.report()))
+    print(
+        f"{args.kv_cache_scales}: scales of {len(measured.layers)} layers from {measured.num_tokens} tokens of"
+        f" {measured.num_prompts} prompts; serve with --kv-cache-dtype fp8_e4m3 --quantization-param-path"
+        f" {args.kv_cache_scales}"
+    )
+    return tensors
 
 
 def _format(args: argparse.Namespace) -> Format:
@@ -157,7 +206,7 @@ def _format(args: argparse.Namespace) -> Format:
         if args.calibrate is None:
             raise UserError(f"--rounding {args.rounding} needs --calibrate FILE")
         return form
-    if sources and not form.static_input:
+    if sources and not form.static_input and args.kv_cache_scales is None:
         hint = "; add --static-activations" if args.scheme in STATIC_FORMATS else ""
         raise UserError(f"{sources[0]} has no effect: {args.scheme} stores no factors of activations{hint}")
     return form

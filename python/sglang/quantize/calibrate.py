@@ -7,32 +7,23 @@ sufficient. Products are identified by the address of their weight, which maps t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
-from sglang.bench.direct import DirectBatch, direct_table
-from sglang.quantize.prompts import read_prompts
+from sglang.quantize.samples import Samples, checked_plan, values_of
 from sglang.srt.configs.activation import SILU, Activation
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.op import Op
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
 from sglang.srt.layers.ops import FUSED_MOE, LINEAR
-from sglang.srt.managers.scheduler.scheduler_setup import create_plan
-from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
 
-BATCH_PROMPTS = 16
-STEP_TOKENS = 2048
-WARM_UP_TOKENS = 64
-"""A context that a runner on a GPU can compile its kernels in."""
 Kernel = Callable[..., torch.Tensor]
 T = TypeVar("T")
 
@@ -59,42 +50,20 @@ def calibrate(
 
     Raises UserError if the file has no prompts or an unreadable one, or the model cannot be run.
     """
-    args = ServerArgs(model_path=model_path, device=device, random_seed=0, disable_cuda_graph=True)
-    model = ModelConfig.from_server_args(args)
-    longest = model.context_len - 1
-    token_ids = read_prompts(prompts, args, model.architecture, max_tokens, longest)
-    batches = [token_ids[i : i + BATCH_PROMPTS] for i in range(0, len(token_ids), BATCH_PROMPTS)]
-    args = replace(
-        args,
-        context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
-        chunked_prefill_size=STEP_TOKENS,
-        max_running_requests=BATCH_PROMPTS,
-        # One more for the next token; twice, because windows get a part of the cache only.
-        max_total_tokens=2 * max(sum(len(ids) + 1 for ids in batch) for batch in batches),
-    )
     recorder = Recorder(products)
-    runner = ModelRunner(_recording_plan(args, recorder))
+    samples = Samples.load(model_path, prompts, max_tokens, device, lambda args, model: _recording_plan(args, recorder))
     recorder.clear()  # drops the values of the warm-up
-    kv = direct_table(runner)
-    for batch in tqdm(batches, desc="Calibrating", unit="batch"):
-        requests = DirectBatch(runner, kv, batch, 1)
-        requests.prefill(STEP_TOKENS)
-        requests.close()
+    samples.compute()
+    runner = samples.runner
     largest, unreached = recorder.by_module(runner.model)
-    num_tokens = sum(map(len, token_ids))
     products_of = recorder.products_by_module(runner.model)
-    return Calibration(largest, unreached, len(token_ids), num_tokens, products_of, runner.plan.device)
+    return Calibration(largest, unreached, samples.num_prompts, samples.num_tokens, products_of, runner.plan.device)
 
 
 def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:
-    try:
-        plan = create_plan(args)
-    except UserError as error:
-        where = "on one GPU, or in main memory with --calibration-device cpu"
-        note = "(options named there are the server's)"
-        raise UserError(f"--calibrate runs the unquantized model {where}, and cannot: {error} {note}") from error
-    values = {entry.name: getattr(plan, entry.name) for entry in fields(plan)}
-    return RecordingPlan(**values, recorder=recorder)
+    where = "on one GPU, or in main memory with --calibration-device cpu"
+    plan = checked_plan(args, f"--calibrate runs the unquantized model {where}, and cannot")
+    return RecordingPlan(**values_of(plan), recorder=recorder)
 
 
 class Recorder:

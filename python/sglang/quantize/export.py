@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from sglang.quantize.awq import Change
-from sglang.quantize.formats import Config, Format, Tensors
+from sglang.quantize.formats import Config, Format, Tensors, with_cache
 from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.configs.model_path import resolve_model_path
@@ -33,6 +33,8 @@ Rounding = Callable[[str, torch.Tensor, Scheme, torch.Tensor | None], Quantized]
 Prepare = Callable[[Config, Weights, Collection[str]], Mapping[str, Change]]
 """A function of the model's config, its tensors and the modules to quantize, which returns by name how tensors are
 changed before anything is rounded."""
+MeasuredCache = Callable[[], Tensors]
+"""A function that returns the scales of the KV cache by the names of their tensors."""
 NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router", "*norm")
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
@@ -95,8 +97,10 @@ def export(
     shard_bytes: int = 4 << 30,
     rounding: Rounding = round_to_nearest,
     prepare: Prepare | None = None,
+    cache: MeasuredCache | None = None,
 ) -> Report:
-    """Writes the model directory `target`. `input_scales`, `rounding` and `prepare` are called after all other checks.
+    """Writes the model directory `target`. `input_scales`, `rounding`, `prepare` and `cache` are called after all other
+    checks.
 
     One tensor and one output shard are in memory at a time. Raises UserError for a source that is quantized already, a
     target that exists, a model without a weight that the scheme can take, or fp8 modules without a static scale.
@@ -118,6 +122,7 @@ def export(
             raise UserError(f"static activations: no scale was measured of {format_names(set(report.unmeasured))}")
         factors = _shared_factors(checkpoint, chosen) if form.scheme.global_scale else {}
         changes = {} if prepare is None else prepare(config, checkpoint, chosen)
+        cache_scales = {} if cache is None else cache()
         writer = _ShardWriter(out, shard_bytes)
         with tqdm(total=checkpoint.total_bytes(), desc="Quantizing", unit="B", unit_scale=True) as progress:
             for name, _, file in checkpoint.tensors():
@@ -134,10 +139,15 @@ def export(
                     report.error_squares += (dequantize(q, form.scheme) - tensor).square().sum().item()
                     tensors = _tensors(q, tensor, module, form, scales)
                     writer.add({f"{module}.{leaf}": value for leaf, value in tensors.items()})
-                else:
+                elif name not in cache_scales:
                     writer.add({name: tensor})
+        if cache_scales:
+            writer.add(cache_scales)
         report.bytes_after = writer.finish()
-        _write_configs(folder, out, config, form, report.kept)
+        stated = form.config(report.kept)
+        if cache_scales:
+            stated = with_cache(stated, by_head=any(scale.ndim for scale in cache_scales.values()))
+        _write_configs(folder, out, config, form, stated)
     return report
 
 
@@ -264,7 +274,7 @@ class _ShardWriter:
         return self._total
 
 
-def _write_configs(folder: Path, out: Path, config: Config, form: Format, ignored: list[str]) -> None:
+def _write_configs(folder: Path, out: Path, config: Config, form: Format, stated: Config) -> None:
     """Copies everything that is not weights, and adds the description of the format where its readers expect it."""
     for path in folder.iterdir():
         if (
@@ -273,7 +283,6 @@ def _write_configs(folder: Path, out: Path, config: Config, form: Format, ignore
             and path.name not in NOT_COPIED
         ):
             shutil.copy2(path, out / path.name)
-    stated = form.config(ignored)
     if form.modelopt:
         (out / "hf_quant_config.json").write_text(json.dumps(stated, indent=2) + "\n")
     else:

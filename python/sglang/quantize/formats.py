@@ -114,6 +114,15 @@ def _nvfp4_config(ignored: list[str]) -> Config:
     }
 
 
+def with_cache(stated: Config, by_head: bool) -> Config:
+    """Returns a format's configuration with an FP8 cache that has scales, where its readers look for one."""
+    if "quantization" in stated:
+        return stated | {"quantization": stated["quantization"] | {"kv_cache_quant_algo": "FP8"}}
+    if stated["quant_method"] == "compressed-tensors":
+        return stated | {"kv_cache_scheme": _numbers(8, "float", "attn_head" if by_head else "tensor")}
+    return stated | {"kv_cache_scheme": "static"}
+
+
 def _per_token(bits: int, kind: str) -> Config:
     return _numbers(bits, kind, "token", dynamic=True)
 

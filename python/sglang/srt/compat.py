@@ -56,6 +56,7 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("tool_call_parser", "nanbeige"): "qwen3_coder",
     ("tool_call_parser", "step3p5"): "qwen3_coder",
     ("tool_call_parser", "trinity"): "qwen25",
+    ("tool_call_parser", "qwen3_xml"): "qwen3_coder",
     ("tool_call_parser", "deepseek-v41"): "deepseekv41",
     ("reasoning_parser", "deepseek-v41"): "deepseek-v4",
     ("reasoning_parser", "deepseekv41"): "deepseek-v4",
@@ -86,6 +87,7 @@ VALUE_HINTS: Mapping[tuple[str, str], str] = {
     ("kv_cache_dtype", "nvfp4_ds_mla"): "Latents have no cache in 4 bits; fp8_e4m3 is the smallest.",
     ("kv_cache_dtype", "fp8_ds_mla"): "Write fp8_e4m3: how a model lays it out is its own affair.",
     ("kv_cache_dtype", "mxfp8"): "Write fp8_e4m3.",
+    ("moe_runner_backend", "offload"): "Write --enable-paged-experts, which keeps experts in main memory.",
     ("quantization", "fp4"): _NVFP4,
     ("quantization", "nvfp4_online"): "Quantize the checkpoint beforehand, with python -m sglang.quantize.",
     ("quantization", "bitsandbytes"): "Take a checkpoint in FP8, NVFP4, GPTQ or AWQ, or write fp8 to quantize one.",
@@ -122,8 +124,17 @@ WORDS_OF_OTHERS: Mapping[str, str] = {
     " --enable-hierarchical-cache and --hicache-storage-backend",
     "swap-space": "--enable-hierarchical-cache, with --hicache-size",
     "distributed-executor-backend": "not needed; remove it",
+    "master-addr": "--dist-init-addr, as HOST:PORT",
+    "master-port": "--dist-init-addr, as HOST:PORT",
+    "no-language-model-only": "the default; remove it",
+    "kv-cache-memory-bytes": "--max-total-tokens, which counts tokens, or --mem-fraction-static",
+    "cpu-offload-params": "not available: --cpu-offload-gb moves experts only, and --language-model-only does without"
+    " the encoder of images",
     "tokenizer-pool-size": "not needed; remove it",
     "limit-mm-per-prompt": "--limit-mm-data-per-request",
+    # FreeToken
+    "moe-cache-auto": "the default with --enable-paged-experts; remove it",
+    "kv-reserve-tokens": "--max-total-tokens",
     # llama.cpp
     "ctx-size": "--context-length",
     "n-gpu-layers": "not needed: all layers are on the GPU; remove it",
@@ -134,7 +145,7 @@ WORDS_OF_OTHERS: Mapping[str, str] = {
     "cache-type-v": "--kv-cache-dtype",
     "alias": "--served-model-name",
 }
-"""A flag of vLLM or llama.cpp -> its word here, which completes `here that is ...`."""
+"""A flag of vLLM, FreeToken or llama.cpp -> its word here, which completes `here that is ...`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,12 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
+def _parse_one_directory(text: str) -> Path:
+    if "," in text:
+        raise ValueError("entries are kept in one directory")
+    return Path(text).expanduser()
+
+
 def _parse_share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
@@ -175,6 +181,29 @@ class Environment:
     SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO: EnvVar[float] = EnvVar(
         _parse_share, 0.9, "Share of the most bytes that an eviction leaves."
     )
+    SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR: EnvVar[Path] = EnvVar(
+        _parse_one_directory,
+        Path(tempfile.gettempdir()) / "hicache_storage",
+        "Directory of --hicache-storage-backend nixl.",
+    )
+    SGLANG_HICACHE_NIXL_BACKEND_PLUGIN: EnvVar[str] = EnvVar(
+        str, "auto", "Plugin of --hicache-storage-backend nixl: POSIX, which auto is, too."
+    )
+    MOONCAKE_MASTER: EnvVar[str] = EnvVar(str, "", "Master of --hicache-storage-backend mooncake, as HOST:50051.")
+    MOONCAKE_TE_META_DATA_SERVER: EnvVar[str] = EnvVar(
+        str, "P2PHANDSHAKE", "Its metadata server, as http://HOST:8080/metadata; by default clients ask each other."
+    )
+    MOONCAKE_LOCAL_HOSTNAME: EnvVar[str] = EnvVar(
+        str, "localhost", "Name or address under which its other clients reach this machine."
+    )
+    MOONCAKE_PROTOCOL: EnvVar[str] = EnvVar(str, "tcp", "How its entries travel: tcp or rdma.")
+    MOONCAKE_DEVICE: EnvVar[str] = EnvVar(str, "", "Its RDMA devices, separated by commas.")
+    MOONCAKE_GLOBAL_SEGMENT_SIZE: EnvVar[int | None] = EnvVar(
+        parse_bytes, 4 * 10**9, "Main memory that each rank gives to it, as 4gb; 0: others give it."
+    )
+    MOONCAKE_LOCAL_BUFFER_SIZE: EnvVar[int | None] = EnvVar(
+        parse_bytes, 512 << 20, "Main memory of each rank through which its entries go; it must hold the largest ones."
+    )
     SGLANG_SIMULATE_ACC_LEN: EnvVar[float] = EnvVar(
         _parse_accept_length,
         0.0,
@@ -187,6 +216,7 @@ envs = Environment()
 KNOWN: frozenset[str] = frozenset(name for name, value in vars(Environment).items() if isinstance(value, EnvVar))
 
 IGNORED: Mapping[str, str] = {
+    "SGLANG_HICACHE_NIXL_USE_DIRECT_IO": "entries go through the system's cache of files",
     "SGLANG_DISABLE_CUDNN_CHECK": "there is no cuDNN version check to disable",
     "SGLANG_ENABLE_SPEC_V2": "there are no versions of speculative decoding to choose from",
     "SGLANG_ENABLE_PP_SPEC": "drafts work with the stages of a pipeline without it",

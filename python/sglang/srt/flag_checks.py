@@ -49,8 +49,8 @@ def _check_storage(args: Any) -> Iterator[tuple[set[str], str]]:
         return
     if backend not in BACKENDS:
         text = (
-            f"--hicache-storage-backend {backend} is not supported: use file, or dynamic with a class that reaches"
-            " the store."
+            f"--hicache-storage-backend {backend} is not supported: use file, nixl, mooncake or lmcache, or dynamic"
+            " with a class that reaches the store."
         )
         yield {"hicache_storage_backend"}, text
         return

@@ -248,7 +248,8 @@ class ServerArgs(LoggingArgs, SleepArgs, AdapterArgs, KernelArgs, ServingArgs, M
     hicache_storage_backend: str | None = option(
         None,
         MEMORY,
-        "Keep prefixes of main memory in files, too, or in a store that a Python class reaches.",
+        "Keep prefixes of main memory in files, too (nixl: moved by NIXL), in Mooncake's or LMCache's store, or in one "
+        "that a Python class reaches.",
         choices=BACKENDS,
         explained=OTHER_BACKENDS,
     )

@@ -18,6 +18,7 @@ from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
+from sglang.srt.blocks.token_selection.spec import TokenIndexer
 from sglang.srt.plan.attention_parts import ElementGate, RelativeBias, Whole
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
 from sglang.srt.plan.latent_record import LatentRecord
@@ -70,7 +71,11 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
     if mixer.mask.rows > 1:  # the rows of a draft block count as heads of one token
         one = decode_step(step.batch, step.context)
         yield _attention(one, heads * mixer.mask.rows, kv, dims, item, mixer.window)
-    elif mixer.indexer is not None and step.context > mixer.top_k:
+    elif isinstance(mixer.indexer, TokenIndexer) and step.context > mixer.top_k:
+        choice = EntryChoice(step.tokens, _mean_context(step), step.batch, mixer.indexer.scores.num_heads)
+        yield "sparse_indexer", choice
+        yield "block_attention", _attention(step, heads, kv, dims, item, mixer.top_k)[1]
+    elif isinstance(mixer.indexer, BlockIndexer) and step.context > mixer.top_k:
         yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
     else:
         local = _own_tokens(step, sharing)

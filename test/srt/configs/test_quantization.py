@@ -12,6 +12,7 @@ from sglang.srt import environ
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quantization import SPELLINGS, agree, detect, quantization_of
 from sglang.srt.errors import UserError
+from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.needs import needs_of
@@ -252,18 +253,65 @@ def test_modules_computed_as_one() -> None:
 def test_nothing_is_quantized(tmp_path: Path) -> None:
     assert detect({}, tmp_path) is None
     assert detect({"quantization_config": None}, tmp_path) is None
-    calibrated = {"producer": {}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
-    assert write(tmp_path, {}, calibrated) is None
+    nothing = {"producer": {}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
+    assert write(tmp_path, {}, nothing) is None
 
 
-@pytest.mark.parametrize(
-    ("scheme", "expected"),
-    [({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}, "fp8_e4m3"), (None, None)],
-)
+FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+BY_HEAD = FP8_KV | {"strategy": "attn_head"}
+
+
+@pytest.mark.parametrize(("scheme", "expected"), [(FP8_KV, "fp8_e4m3"), (BY_HEAD, "fp8_e4m3"), (None, None)])
 def test_the_kv_cache_of_compressed_tensors(scheme: Any, expected: str | None) -> None:
     config = compressed("float-quantized", CHANNEL, TOKEN, [], kv_cache_scheme=scheme)
     found = detect({"quantization_config": config}, HERE)
     assert found is not None and found.kv_cache == expected
+
+
+def test_a_checkpoint_whose_cache_alone_is_calibrated(tmp_path: Path) -> None:
+    alone = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_KV}
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": BY_HEAD}
+    stated = [
+        write(tmp_path, {}, {"producer": {}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}),
+        detect({"quantization_config": alone | {"config_groups": {}}}, HERE),
+        detect({"quantization_config": alone | {"config_groups": {"group_0": {"targets": []}}}}, HERE),
+        detect({"quantization_config": alone | {"config_groups": {"a": attention}, "kv_cache_scheme": None}}, HERE),
+    ]
+    for found in stated:
+        assert found is not None and found.kv_cache == "fp8_e4m3" and found.rules == ()
+        assert found.of("model.layers.0.mlp.up_proj") is None and "16 bits), fp8_e4m3 KV cache" in found.describe()
+        online = agree("fp8", found, "x")
+        assert online is not None and online.kv_cache == "fp8_e4m3" and online.schemes() == {"fp8_channel"}
+
+
+def test_the_kv_cache_of_autofp8() -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    found = detect({"quantization_config": config}, HERE)
+    assert found is not None and found.kv_cache == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            compressed("x", CHANNEL, TOKEN, [], kv_cache_scheme={"num_bits": 8, "type": "int"}),
+            "kv_cache_scheme int8 per tensor",
+        ),
+        (
+            compressed("x", CHANNEL, TOKEN, [], kv_cache_scheme=FP8_KV | {"strategy": "token"}),
+            "kv_cache_scheme float8 per token",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"},
+            "kv_cache_quant_algo 'INT8'",
+        ),
+    ],
+)
+def test_caches_that_no_server_has(config: Any, message: str) -> None:
+    found = detect({"quantization_config": config}, HERE)
+    with pytest.raises(UserError, match=f"{message} has no cache here. --kv-cache-dtype bf16 serves"):
+        kv_cache_dtype("auto", "bfloat16", found)
+    assert kv_cache_dtype("bf16", "bfloat16", found) == "bfloat16"
 
 
 def _asymmetric(size: int) -> dict[str, Any]:
@@ -347,17 +395,9 @@ def _weights(**change: Any) -> dict[str, Any]:
         ),
         (compressed("float-quantized", CHANNEL, TOKEN, ["re:("]), r"'\(' is not a regular expression"),
         ({"quant_method": "compressed-tensors"}, "needs config_groups"),
-        (
-            compressed("x", CHANNEL, TOKEN, [], kv_cache_scheme={"num_bits": 4, "type": "float"}),
-            "kv_cache_scheme float4",
-        ),
         (compressed("float-quantized", CHANNEL, TOKEN, [], kv_cache_scheme=True), "kv_cache_scheme True"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo 'W4A8_AWQ' \(has FP8, .*NVFP4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 with group_size 32"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"},
-            "kv_cache_quant_algo 'INT8'",
-        ),
         (AWQ | {"bits": 8}, "awq with bits 8, group_size 128, zero_point True, version gemm is not supported"),
         (AWQ | {"group_size": 256}, "awq with bits 4, group_size 256"),
         (AWQ | {"zero_point": False}, "zero_point False"),

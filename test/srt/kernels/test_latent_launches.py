@@ -13,11 +13,11 @@ pytest.importorskip("triton")
 
 from sglang.ledger.coverage import coverage
 from sglang.ledger.launch_form import Launches, recording
-from sglang.srt.blocks.mla.layer import LatentAttention
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.layers.attention.cache_scale import LayerCacheScales
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
@@ -43,7 +43,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def model_on_meta(plan: Plan, args: ServerArgs) -> CausalLM:
     model = CausalLM(plan, device="meta")
     for step in model.finish:
-        if step.__name__ != LatentAttention._take_cache_scale.__name__:  # which reads a number
+        if step.__name__ != LayerCacheScales.take.__name__:  # which reads a number
             step()
     groups = cache_groups(plan.description, parallel_config_of(args, plan.model.dtype, plan.description))
     CachePools(groups, PoolSizes(65_535, 1, 64, CONTEXT), "meta").bind(model.caches)

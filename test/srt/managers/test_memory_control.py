@@ -34,7 +34,7 @@ def prompt(seed: int, length: int = 20) -> list[int]:
 class Rank:
     """A scheduler of a tiny model whose memory can be given back."""
 
-    def __init__(self, folder: Path, **args: Any) -> None:
+    def __init__(self, folder: Path, number: int = 0, rendezvous: str | None = None, **args: Any) -> None:
         flags: dict[str, Any] = {
             "max_total_tokens": 256,
             "max_running_requests": 4,
@@ -48,7 +48,7 @@ class Rank:
             random_seed=1,
             **flags,
         )
-        self.runner = create_runner(self.args)
+        self.runner = create_runner(self.args, number, rendezvous)
         self.scheduler = Scheduler(self.args, self.runner, StopChecker(None))
         self.memory = MemoryControl(self.scheduler, self.runner)
         self.weights = WeightUpdates(self.args, self.runner, self.scheduler, self.memory)

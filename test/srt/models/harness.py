@@ -31,6 +31,7 @@ from sglang.srt.model_loader.loader import filled_model
 from sglang.srt.models.causal_lm import DecoderLayer
 from sglang.srt.plan import served_model
 from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.cache_scales import CacheScales
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.draft_plan import DraftPlan, with_draft_layers
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -1037,6 +1038,7 @@ class NativePlan:
     model_impl: str = "auto"
     trust_remote_code: bool = False
     adapters: None = None
+    cache_scales: CacheScales | None = None
 
     @property
     def decode_rows(self) -> int:

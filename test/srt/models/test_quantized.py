@@ -29,6 +29,7 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weight_names import USUAL_NAMES
 from sglang.srt.server_args import ServerArgs
 
 from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
@@ -369,20 +370,30 @@ def test_scales_that_no_word_holds_beside_a_zero_point(scale: float, tmp_path: P
 # --- the KV cache -----------------------------------------------------------------------------------------------------
 
 
-def add_kv_scales(folder: Path, names: tuple[str, str]) -> None:
+def add_kv_scales(folder: Path, names: tuple[str, ...], shape: tuple[int, ...] = (1,)) -> None:
+    """Writes scales under the names, of which the first head's are the largest if there are several."""
     tensors = load_file(folder / "quantized" / "model.safetensors")
     for i in range(3):
-        for name, value in zip(names, (0.02 * (i + 1), 0.05), strict=True):
-            tensors[f"model.layers.{i}.self_attn.{name}"] = torch.tensor([value])
+        for name, value in zip(names, (0.02 * (i + 1), 0.05), strict=False):
+            heads = torch.full(shape, value / 2)
+            heads.view(-1)[0] = value
+            tensors[f"model.layers.{i}.self_attn.{name}"] = heads
     save_file(tensors, folder / "quantized" / "model.safetensors")
 
 
-@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale")])
-def test_scales_of_the_cache_are_applied(names: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        (("k_proj.k_scale", "v_proj.v_scale"), (1,)),
+        (("k_scale", "v_scale"), (2, 1, 1)),
+    ],
+    ids=["by layer", "by head"],
+)
+def test_scales_of_the_cache_are_applied(names: tuple[str, str], shape: tuple[int, ...], tmp_path: Path) -> None:
     form = FORMS["modelopt_fp8"]
     inner = dict(form.modelopt["quantization"]) | {"kv_cache_quant_algo": "FP8"}
     reference = save_quantized("qwen3_wide", replace(form, modelopt={"quantization": inner}), tmp_path)
-    add_kv_scales(tmp_path, names)
+    add_kv_scales(tmp_path, names, shape)
     plan = plan_for(tmp_path / "quantized")
     assert plan.kv_cache_dtype == "fp8_e4m3", "the checkpoint was made for it"
     runner = TinyRunner(plan)
@@ -391,8 +402,47 @@ def test_scales_of_the_cache_are_applied(names: tuple[str, str], tmp_path: Path)
         assert (cache.k_scale, cache.v_scale) == pytest.approx((0.02 * (i + 1), 0.05))
     want, got = wanted(reference), steps(runner)
     assert (got - want).norm() < 0.2 * want.norm(), "only the cache is rounded"
-    exact = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="bf16"))
-    assert exact.model.caches[0].k_scale == 1.0, "a cache that is not quantized has no scales"
+
+
+@pytest.mark.parametrize("at", ["", "qkv_proj.", "k_proj."])
+def test_names_of_scales(at: str) -> None:
+    layer = "model.layers.0.self_attn"
+    for scale in ("k_scale", "v_scale"):
+        assert USUAL_NAMES.canonical(f"{layer}.{at.replace('k_proj', f'{scale[0]}_proj')}{scale}") == f"{layer}.{scale}"
+        assert USUAL_NAMES.canonical(f"{layer}.{scale[0]}_proj.output_scale") == f"{layer}.{scale}"
+
+
+def test_scales_that_are_not_used_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
+    add_kv_scales(tmp_path, ("k_scale", "v_scale"))
+    with caplog.at_level("INFO", logger="sglang"):
+        runner = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="bf16"))
+    assert runner.model.caches[0].k_scale == 1.0, "a cache that is not quantized has no scales"
+    assert "scales of the KV cache that are not used: model.layers.0.self_attn.k_scale" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", logger="sglang"):
+        TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="fp8_e4m3"))
+    assert "not used" not in caplog.text
+
+
+def test_one_scale_of_keys_and_values(tmp_path: Path) -> None:
+    save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
+    add_kv_scales(tmp_path, ("kv_scale",))
+    caches = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="fp8_e4m3")).model.caches
+    assert (
+        [cache.k_scale for cache in caches] == [cache.v_scale for cache in caches] == pytest.approx([0.02, 0.04, 0.06])
+    )
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("fp4_e2m1", 1.0), ("fp8_e4m3", 6.0)])
+def test_scales_for_four_bits_in_a_cache_of_eight(dtype: str, factor: float, tmp_path: Path) -> None:
+    """They are six times smaller, because a code of four bits has a factor of 6 of its own."""
+    form = FORMS["modelopt_fp8"]
+    inner = dict(form.modelopt["quantization"]) | {"kv_cache_quant_algo": "NVFP4"}
+    save_quantized("qwen3_wide", replace(form, modelopt={"quantization": inner}), tmp_path)
+    add_kv_scales(tmp_path, ("k_scale", "v_scale"))
+    caches = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype=dtype)).model.caches
+    assert (caches[0].k_scale, caches[0].v_scale) == pytest.approx((0.02 * factor, 0.05 * factor))
 
 
 def test_a_cache_without_scales_in_the_checkpoint(tmp_path: Path) -> None:

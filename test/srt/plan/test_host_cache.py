@@ -94,6 +94,18 @@ def test_no_effect(device: PoolSizes, arch: str, available: int | None, reason: 
     assert made is None and len(notes) == 1 and reason in notes[0]
 
 
+def test_the_memory_of_a_store_comes_first() -> None:
+    """What Mooncake's library takes in each rank is not given to the pools."""
+    extra = '{"master_server_address": "m:1", "global_segment_size": "40Gi", "local_buffer_size": "10Gi"}'
+    store = {"hicache_storage_backend": "mooncake", "hicache_storage_backend_extra_config": extra}
+    without, made = (plan(200 * GIB, processes=2, **options) for options in ({}, store))
+    assert made.storage is not None and made.storage.rank_bytes == 50 * GIB
+    assert without.total_bytes - made.total_bytes == pytest.approx(0.8 * 50 * GIB, rel=0.01)
+    assert "which takes 50.00 GiB a rank besides" in str(made)
+    with pytest.raises(UserError, match="smaller global_segment_size"):
+        plan(90 * GIB, processes=2, **store)
+
+
 def test_copies_are_planned_on_the_device() -> None:
     assert copy_bytes(args(), arch_by_name("sm_120")) == 64 << 20
     assert not copy_bytes(args(), arch_by_name("gb10"))
@@ -111,7 +123,9 @@ def test_a_copy_to_main_memory_is_bounded() -> None:
         ({"disable_radix_cache": True}, "--disable-radix-cache leaves none"),
         ({"hicache_ratio": 0.0}, "--hicache-ratio must be above 0"),
         ({"hicache_host_memory_fraction": 0.0}, "must be above 0"),
-        ({"hicache_storage_backend": "mooncake"}, "use file, or dynamic"),
+        ({"hicache_storage_backend": "hf3fs"}, "use file, nixl, mooncake or lmcache, or dynamic"),
+        ({"hicache_storage_backend": "mooncake"}, "MOONCAKE_MASTER"),
+        ({"hicache_storage_backend": "lmcache"}, "lm://HOST:PORT"),
         ({"hicache_storage_backend": "file", "enable_hierarchical_cache": False}, "needs --enable-hierarchical-cache"),
         ({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": "{"}, "cannot be parsed"),
         ({"hicache_storage_backend_extra_config": "{}"}, "add --hicache-storage-backend"),

@@ -122,6 +122,13 @@ class ModelArgs:
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     )
+    quantization_param_path: str | None = option(
+        None,
+        MODEL,
+        "JSON file with the scales of a KV cache in 8 or 4 bits by layer, as python -m sglang.quantize"
+        " --kv-cache-scales writes it. They take the place of the checkpoint's.",
+        metavar="FILE",
+    )
     device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
     random_seed: int | None = option(
         None,

@@ -66,6 +66,12 @@ class ModelConfig:
     """The labels of a classifier; None: the model is none."""
 
     @property
+    def model_types(self) -> frozenset[str]:
+        """Returns the values of `model_type`: that of the language model, and that of the whole model."""
+        stated = (config.get("model_type") for config in (self.hf_config, self.written_config))
+        return frozenset(name for name in stated if isinstance(name, str))
+
+    @property
     def hidden_size(self) -> int:
         """Returns the elements of a hidden state, by any of the names that model types have for it."""
         reader = ConfigReader(self.hf_config, "config.json")

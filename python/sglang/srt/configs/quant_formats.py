@@ -62,7 +62,9 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
         quant = ModuleQuant("mxfp8", "deepseek_v41")
     else:
         raise unsupported(source, f"weight_block_size {block!r} (has [128, 128], [32, 32] and [1, 32])")
-    return QuantConfig("fp8", source, (*kept_modules(config, source), *experts, Rule(EVERY_MODULE, quant)))
+    # AutoFP8 says "static" of a cache that it has calibrated.
+    cache = FP8_KV if config.get("kv_cache_scheme") == "static" else None
+    return QuantConfig("fp8", source, (*kept_modules(config, source), *experts, Rule(EVERY_MODULE, quant)), cache)
 
 
 _FP4_EXPERTS: Mapping[str, ModuleQuant] = {
@@ -196,8 +198,8 @@ def _names(config: Config, key: str, source: str) -> list[str]:
 
 def read_compressed_tensors(config: Config, source: str) -> QuantConfig:
     """Reads the compressed-tensors form: groups of modules, each with the scheme of weights and activations."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    groups, kv_cache = config.get("config_groups"), _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
+    if not isinstance(groups, Mapping) or not (groups or kv_cache):
         raise UserError(f"{source}: compressed-tensors needs config_groups; got {groups!r}.")
     ignored = tuple(_target(name, source) for name in _names(config, "ignore", source))
     rules = [Rule(ignored, None)] if ignored else []
@@ -206,14 +208,19 @@ def read_compressed_tensors(config: Config, source: str) -> QuantConfig:
         where = f"{source} config_groups {name}"
         if not isinstance(group, Mapping):
             raise UserError(f"{where} must be an object; got {group!r}.")
-        quant = _group_quant(group, group.get("format") or config.get("format"), where)
         targets = _names(group, "targets", where)
+        if not targets and kv_cache:  # the export quantizes the cache alone
+            continue
+        if targets and all(target.endswith("Attention") for target in targets):
+            # Classes of attention, whose inputs are queries, keys and values; queries stay in 16 bits here.
+            kv_cache = kv_cache or _kv_of_compressed_tensors(group.get("input_activations"), where)
+            continue
+        quant = _group_quant(group, group.get("format") or config.get("format"), where)
         named = tuple(_target(target, where) for target in targets if target != "Linear")
         if named:
             rules.append(Rule(named, quant))
         if "Linear" in targets:  # a class of modules; rules for names take precedence
             general.append(Rule(EVERY_MODULE, quant))
-    kv_cache = _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
     return QuantConfig("compressed-tensors", source, (*rules, *general), kv_cache)
 
 
@@ -313,15 +320,15 @@ _COMPRESSED_SCHEMES: tuple[tuple[Match, str], ...] = (
 
 
 def _kv_of_compressed_tensors(scheme: Config | None, source: str) -> str | None:
+    """Returns `QuantConfig.kv_cache`. A scale by head ("attn_head") becomes the layer's largest when it is loaded."""
     if not scheme:
         return None
     if not isinstance(scheme, dict):
         raise unsupported(source, f"kv_cache_scheme {scheme!r}")
-    if scheme.get("type", "float") != "float" or scheme.get("num_bits") != 8:
-        raise unsupported(source, f"kv_cache_scheme {scheme.get('type')}{scheme.get('num_bits')}")
-    if scheme.get("strategy", "tensor") != "tensor":
-        raise unsupported(source, f"kv_cache_scheme per {scheme['strategy']}")
-    return FP8_KV
+    number, bits, strategy = scheme.get("type", "float"), scheme.get("num_bits"), scheme.get("strategy", "tensor")
+    if (number, bits) == ("float", 8) and strategy in ("tensor", "attn_head"):
+        return FP8_KV
+    return f"kv_cache_scheme {number}{bits} per {strategy}"
 
 
 # --- ModelOpt ---------------------------------------------------------------------------------------------------------
@@ -344,7 +351,9 @@ def read_modelopt(config: Config, source: str) -> QuantConfig:
     config.json."""
     inner = config.get("quantization")
     config = inner if isinstance(inner, Mapping) else config
-    algorithm = str(config.get("quant_algo") or "").upper()
+    algorithm, cache = str(config.get("quant_algo") or "").upper(), modelopt_cache(config, source)
+    if cache is not None and not algorithm:  # an export that calibrates the cache alone
+        return QuantConfig("modelopt", source, (), cache)
     excluded = [*_names(config, "exclude_modules", source), *_names(config, "ignore", source)]
     rules = [Rule(tuple(_excluded(name, source) for name in excluded), None)] if excluded else []
     if algorithm == "MIXED_PRECISION":
@@ -355,7 +364,7 @@ def read_modelopt(config: Config, source: str) -> QuantConfig:
         rules = [*_by_layer(layers, f"{source} quantized_layers"), *rules]
     else:
         rules.append(Rule(EVERY_MODULE, _modelopt_quant(config, source)))
-    return QuantConfig(f"modelopt {algorithm}", source, tuple(rules), modelopt_cache(config, source))
+    return QuantConfig(f"modelopt {algorithm}", source, tuple(rules), cache)
 
 
 def _by_layer(layers: Mapping[str, Any], source: str) -> list[Rule]:
@@ -388,14 +397,10 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
 
 
 def modelopt_cache(config: Config, source: str) -> str | None:
-    """Returns the dtype of the KV cache that the checkpoint was made for; None: none is stated. Raises UserError for an
-    unsupported one."""
+    """Returns `QuantConfig.kv_cache` of ModelOpt's form. Raises UserError for a malformed one."""
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
     if isinstance(scheme, str):  # some exports name the algorithm here
         algorithm = algorithm or scheme
     if not algorithm:
         return _kv_of_compressed_tensors(scheme, source)
-    known = {"FP8": FP8_KV, "NVFP4": FP4_KV}.get(str(algorithm).upper())
-    if known is None:
-        raise unsupported(source, f"kv_cache_quant_algo {algorithm!r}")
-    return known
+    return {"FP8": FP8_KV, "NVFP4": FP4_KV}.get(str(algorithm).upper(), f"kv_cache_quant_algo {algorithm!r}")

@@ -71,7 +71,8 @@ class QuantConfig:
     """File and key that state the quantization."""
     rules: tuple[Rule, ...]
     kv_cache: str | None = None
-    """Dtype of the cache that the checkpoint was made for ("fp8_e4m3"), for which it may have scales."""
+    """Dtype of the cache that the checkpoint was made for ("fp8_e4m3"), for which it may have scales, or its name for
+    one that no server here has."""
     wide: frozenset[str] = frozenset()
     """Modules, as `without_decoder` names them, that are in 16 bits in the checkpoint whatever the rules say."""
     trellises: Trellises | None = field(default=None, hash=False)
@@ -124,7 +125,8 @@ class QuantConfig:
         """Describes the quantization and its origin for people."""
         cache = f", {self.kv_cache} KV cache" if self.kv_cache else ""
         zeros = " with zero points" if any(rule.quant and rule.quant.zero_points for rule in self.rules) else ""
-        return f"{self.method} ({', '.join(sorted(self.schemes()))}{zeros}){cache} according to {self.source}"
+        schemes = ", ".join(sorted(self.schemes())) or "16 bits"
+        return f"{self.method} ({schemes}{zeros}){cache} according to {self.source}"
 
     def schemes(self) -> frozenset[str]:
         """Returns the names of all schemes that some module may have."""

@@ -170,8 +170,9 @@ def _stated(config: Config, directory: Path) -> tuple[Config, str] | None:
     values = read_json_object(modelopt)
     if not isinstance(values.get("quantization"), Mapping):
         raise UserError(f"{modelopt}: 'quantization' must be an object; got {values.get('quantization')!r}.")
-    # An export that only calibrates the cache, and does not quantize weights, states no algorithm.
-    return ({"quant_method": "modelopt", **values}, str(modelopt)) if values["quantization"].get("quant_algo") else None
+    inner = values["quantization"]
+    states = inner.get("quant_algo") or modelopt_cache(inner, str(modelopt))
+    return ({"quant_method": "modelopt", **values}, str(modelopt)) if states else None
 
 
 def _modelopt_cache(directory: Path) -> str | None:
@@ -206,6 +207,8 @@ def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> Quan
         return None  # all its weights are dequantized while they are loaded
     if config is not None and in_gguf and spelling.online:
         return online_fp8(flag)
+    if config is not None and not config.rules and spelling.online:
+        return replace(online_fp8(flag), kv_cache=config.kv_cache)
     if config is None:
         if not spelling.online:
             can = ", ".join(name for name, other in SPELLINGS.items() if other.online)

@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
+from sglang.srt.configs.storage_options import LMCacheOptions, MooncakeOptions, NixlOptions
 from sglang.srt.errors import UserError
 
-BACKENDS = ("file", "dynamic")
+BACKENDS = ("file", "nixl", "mooncake", "lmcache", "dynamic")
 OTHER_BACKENDS = (
-    "nixl", "mooncake", "hf3fs", "aibrix", "shm", "seaweedfs", "eic", "simm", "mori", "tensorcast",
-    "npu_memcache", "sim",
+    "hf3fs", "aibrix", "shm", "seaweedfs", "eic", "simm", "mori", "tensorcast", "npu_memcache", "sim",
 )  # fmt: skip
 """SGLang's other backends, which are refused with a message."""
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
@@ -39,6 +39,8 @@ class StorageConfig:
     """Seconds for each 1,024 tokens."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The backend's own keys."""
+    rank_bytes: int = 0
+    """Main memory that the backend's library takes in each rank's process."""
 
     def timeout(self, num_tokens: int) -> float:
         """Returns the seconds that a request waits for `num_tokens` tokens with the policy "timeout"."""
@@ -68,7 +70,21 @@ def read_storage_config(backend: str | None, policy: str, extra: str | None) -> 
         numbers["prefetch_timeout_base"],
         numbers["prefetch_timeout_per_ki_token"],
         options,
+        _checked_bytes(backend, options),
     )
+
+
+def _checked_bytes(backend: str, options: Mapping[str, Any]) -> int:
+    """Checks the keys of the backends whose keys are known without opening the store. Returns `rank_bytes`. Raises
+    UserError."""
+    if backend == "nixl":
+        NixlOptions.read(options)
+    elif backend == "lmcache":
+        LMCacheOptions.read(options)
+    elif backend == "mooncake":
+        mooncake = MooncakeOptions.read(options)
+        return mooncake.segment_bytes + mooncake.buffer_bytes
+    return 0
 
 
 def _read_options(text: str) -> dict[str, Any]:

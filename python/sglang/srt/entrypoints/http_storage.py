@@ -26,7 +26,7 @@ ATTACH_LIMIT_S = 120.0
 
 
 class StorageBackendBody(Body, kw_only=True):
-    hicache_storage_backend: Literal["file", "dynamic"]
+    hicache_storage_backend: Literal["file", "nixl", "mooncake", "lmcache", "dynamic"]
     hicache_storage_backend_extra_config_json: Annotated[str, Meta(max_length=MAX_CONFIG_CHARS)] | None = None
     """As --hicache-storage-backend-extra-config, but no file is read."""
     hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] | None = None

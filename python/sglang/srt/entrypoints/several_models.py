@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from asyncio import to_thread
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from sglang.srt.entrypoints.model_switch import AWAKE, FAILED, ModelSwitch, Swit
 from sglang.srt.entrypoints.models_file import ModelsFile, NamedModel
 from sglang.srt.entrypoints.ollama.serving_ollama import running, tags
 from sglang.srt.entrypoints.openai.adapter_names import LATEST
-from sglang.srt.entrypoints.openai.routes import model_card
+from sglang.srt.entrypoints.openai.routes import adapter_cards, model_card
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.sleeper import WAIT
 from sglang.srt.managers.launch import EngineHandle
@@ -97,11 +97,18 @@ class ServedModel:
         entries: list[dict[str, Any]] = said["models"]
         return entries
 
-    def card(self, state: str) -> dict[str, Any]:
-        """Returns its entry of /v1/models."""
-        assert self.state.engine is not None
-        created = int(self.api.state.created)
-        return model_card(self.state.engine, created) | {"state": state, "aliases": list(self.named.aliases)}
+    def cards(self, state: str) -> dict[str, dict[str, Any]]:
+        """Returns its entry of /v1/models under "", and those of its adapters, which requests name behind its own name,
+        under theirs; none before it has started."""
+        if self.state.engine is None:
+            return {}
+        engine, created, name = self.state.engine, int(self.api.state.created), self.named.name
+        model = model_card(engine, created) | {"state": state, "aliases": list(self.named.aliases)}
+        of_adapters = {
+            adapter: card | {"id": f"{name}:{adapter}", "display_name": f"{name}:{adapter}", "state": state}
+            for adapter, card in adapter_cards(engine, created).items()
+        }
+        return {"": model, **of_adapters}
 
 
 class SwitchingApp:
@@ -113,6 +120,11 @@ class SwitchingApp:
         self._default, self._switch = models[0].named.name, switch
         self.ready = False
         """Whether all models have been started."""
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of all models and their aliases."""
+        return [*self._models, *self._names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,8 +172,7 @@ class SwitchingApp:
         if adapter and (known := self._names.get(base, base)) in self._models:
             if adapter == LATEST or self._models[known].named.args.enable_lora:
                 return known
-        text = f"The model '{name[:256]}' does not exist; /v1/models lists those that do"
-        raise ApiError(404, text, code="model_not_found", param="model")
+        raise _unknown(name)
 
     def _model_of(self, path: str, body: bytes) -> str:
         """Returns the model of a request; the first one of the file where it names none."""
@@ -181,7 +192,7 @@ class SwitchingApp:
             reasons = [why for each in self._models.values() if (why := each.state.unavailable()) is not None]
             return error_response(path, ApiError(503, reasons[0])) if len(reasons) == len(self._models) else _said({})
         if path == "/v1/models" and method == "GET":
-            cards = [each.card(states[name]) for name, each in self._models.items() if each.state.engine is not None]
+            cards = [card for name, each in self._models.items() for card in each.cards(states[name]).values()]
             return _said({"object": "list", "data": cards})
         if path in OLLAMA_LISTS and method == "GET":
             listed = [
@@ -194,8 +205,12 @@ class SwitchingApp:
         if path.startswith("/v1/models/") and method == "GET":
             asked = path.removeprefix("/v1/models/")
             name = self._named(asked)
-            if name == self._names.get(asked, asked) and self._models[name].state.engine is not None:
-                return _said(self._models[name].card(states[name]))
+            of_model = self._models[name].cards(states[name])
+            adapter = "" if asked in self._names or asked in self._models else asked.rpartition(":")[2]
+            card = of_model.get(adapter) or (of_model.get("") if adapter == LATEST else None)
+            if card is None:
+                raise _unknown(asked)
+            return _said(card)
         if path == "/running" and method == "GET":
             return _said(
                 {"running": [{"model": name, "state": state} for name, state in states.items() if state == AWAKE]}
@@ -214,14 +229,26 @@ class UpstreamPaths:
     """Takes the model's name out of the paths of `/upstream/NAME/...`, before anything looks at them: keys are those of
     the route behind it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        """names: of all models, and their aliases. They may contain slashes."""
+        self._app, self._names = app, sorted(names, key=len, reverse=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(UPSTREAM):
-            name, _, rest = scope["path"].removeprefix(UPSTREAM).partition("/")
-            scope = {**scope, NAMED: name, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}
+            name, path = self._split(scope["path"].removeprefix(UPSTREAM))
+            scope = {**scope, NAMED: name, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)
+
+    def _split(self, rest: str) -> tuple[str, str]:
+        """Returns the name, with an adapter if one is behind it, and the path of the route."""
+        known = next((name for name in self._names if rest.startswith(name) and rest[len(name) :][:1] in "/:"), "")
+        behind, _, path = rest[len(known) :].partition("/")
+        return known + behind, f"/{path}"
+
+
+def _unknown(name: str) -> ApiError:
+    text = f"The model '{name[:256]}' does not exist; /v1/models lists those that do"
+    return ApiError(404, text, code="model_not_found", param="model")
 
 
 def _said(content: dict[str, Any]) -> ASGIApp:
@@ -263,7 +290,7 @@ class SeveralModelsServer(Server):
         args, app = self.args, self._switching
         gate = RequestGate(TraceHeaders(app) if args.enable_trace else app, args.api_key, args.admin_api_key)
         own_names = (args.host, socket.gethostname())
-        named = UpstreamPaths(gate)
+        named = UpstreamPaths(gate, self._switching.names)
         return RequestIds(HeadGate(with_origins_checked(named, args.api_key, args.allowed_origins or (), own_names)))
 
     def _states(self) -> Sequence[ServerState]:

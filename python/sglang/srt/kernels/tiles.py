@@ -220,6 +220,8 @@ ROWS: tuple[TileRow, ...] = (
         "block_attention", ((128, 128),), _FP8,
         (_gather(16, 64, 4, 3, 2), _gather(16, 32, 4, 3, 3)), {"wgmma": (_gather(16, 32, 4, 3, 3),)},
     ),
+    TileRow("block_attention", ((192, 128),), _HALF, (_gather(16, 32, 4, 2, 2), _gather(16, 16, 4, 2, 2))),
+    TileRow("block_attention", ((192, 128),), _FP8, (_gather(16, 32, 4, 3, 2), _gather(16, 16, 4, 3, 2))),
     # Keys and values expanded from latents always have 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,

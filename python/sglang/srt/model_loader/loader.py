@@ -23,7 +23,7 @@ from sglang.srt.model_loader.sent_tensors import SentOver, Tensors
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.build import build_model
 from sglang.srt.models.causal_lm import CausalLM, Loadable
-from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
+from sglang.srt.plan.weight_names import CACHE_SCALES, PartKey, WeightMap, usual_fp8_name
 from sglang.srt.towers.base.encoder import VisionEncoder
 from sglang.srt.towers.base.shared_encoder import SharedEncoder
 from sglang.srt.towers.create_encoder import create_encoder
@@ -126,6 +126,7 @@ def load_checkpoint(
     absent = {p.name: p for parts in wanted.values() if _optional(parts) for p, _ in parts}
     fill_random(absent, seed=0)  # until the checkpoint says otherwise: constants
     unknown: list[str] = []
+    unused: list[str] = []
     loaded: set[str] = set()
     tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, which outlives this one
     reads = Reads()
@@ -154,10 +155,20 @@ def load_checkpoint(
                 for param, key in wanted[name]:
                     progress.update(fill_part(param, key, stored_name, view, file, reads))
                 loaded.add(name)
-            elif not model.ignored_weight(name) and not _adds_nothing(stored_name, file):
-                unknown.append(stored_name)
+            elif not model.ignored_weight(name):
+                if not _adds_nothing(stored_name, file):
+                    unknown.append(stored_name)
+            elif name.endswith(CACHE_SCALES):
+                unused.append(stored_name)
         reads.wait()
         progress.update(progress.total - progress.n)
+    if unused and parallel_state.is_leader():
+        logger.info(
+            "%s has scales of the KV cache that are not used: %s. A cache in 16 bits needs none, a latent has one for"
+            " its key and value, and latents that an indexer selects bring theirs.",
+            model_path,
+            format_names(set(unused)),
+        )
     if unknown:
         raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
@@ -213,8 +224,11 @@ def fill_part(param: Param, key: PartKey, name: str, view: Any, file: Any, reads
 def check_part(param: Param, key: PartKey, name: str, view: Any) -> TensorPart:
     """Returns the part that a checkpoint tensor fills. Raises UserError if its shape or type does not fit."""
     part = param.parts[key]
-    if part.other is not None and tuple(view.get_shape()) == part.other.shape != part.shape:
-        part = part.other
+    other, shape = part.other, tuple(view.get_shape())
+    if other is not None and shape != part.shape:
+        squeezed = _squeezed(shape)
+        if shape == other.shape or squeezed == _squeezed(other.shape) != _squeezed(part.shape):
+            part = other
     _check(name, view, part)
     return part
 

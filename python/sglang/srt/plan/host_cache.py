@@ -110,6 +110,12 @@ class HostCachePlan:
         the weights once, and takes proportionally longer beyond STEP_TOKENS tokens."""
         return self.weight_bytes / self.memory_over_bus * max(1.0, num_tokens / STEP_TOKENS)
 
+    def _said_of_storage(self) -> str:
+        if self.storage is None:
+            return ""
+        taken = f", which takes {self.storage.rank_bytes / GIB:.2f} GiB a rank besides" * bool(self.storage.rank_bytes)
+        return f", and kept by the backend {self.storage.backend}{taken}"
+
     def describe(self) -> dict[str, Any]:
         """Describes the pools for /server_info."""
         pools: dict[str, Any] = {"tokens": self.sizes.tokens}
@@ -133,8 +139,7 @@ class HostCachePlan:
         of = "a rank" if self.sharers == 1 else f"that {self.sharers} ranks share"
         return (
             f"{self.sizes.tokens:,} tokens{states} in {self.total_bytes / GIB:.2f} GiB of main memory {of}{ranks};"
-            f" copied {COPIED[self.write_policy]}"
-            + (f", and kept by the backend {self.storage.backend}" if self.storage is not None else "")
+            f" copied {COPIED[self.write_policy]}" + self._said_of_storage()
         )
 
 
@@ -191,6 +196,7 @@ def plan_host_cache(
             return None, []
         return None, ["--enable-hierarchical-cache has no effect: no memory is left for copies of states"]
     notes = []
+    host_available = _left_by_the_store(args, host_available, processes * sharers)
     if arch.device == "cpu":
         notes.append("--enable-hierarchical-cache: the cache of a CPU is in main memory already; copies only cost time")
     once = replace(_scaled(args, groups, device, 1.0, processes), **_rates(args, arch, weights, experts_rate))
@@ -211,6 +217,30 @@ def plan_host_cache(
             " then it is as large as fits."
         )
     return replace(plan, ranks_share=ranks_share, sharers=sharers), notes
+
+
+def _left_by_the_store(args: ServerArgs, available: int | None, ranks: int) -> int | None:
+    """Returns what is free beside the memory that the store's library takes in each rank. Raises UserError if that is
+    more than there is."""
+    storage = _storage(args)
+    if available is None or storage is None or not storage.rank_bytes:
+        return available
+    taken = storage.rank_bytes * ranks
+    if taken > available:
+        raise UserError(
+            f"--hicache-storage-backend {storage.backend} takes {storage.rank_bytes / GIB:.2f} GiB in each of {ranks}"
+            f" ranks, but {available / GIB:.2f} GiB are free. Use a smaller global_segment_size; 0: other processes"
+            " give the memory."
+        )
+    return available - taken
+
+
+def _storage(args: ServerArgs) -> StorageConfig | None:
+    return read_storage_config(
+        args.hicache_storage_backend,
+        args.hicache_storage_prefetch_policy,
+        args.hicache_storage_backend_extra_config,
+    )
 
 
 def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None, experts_rate: float | None) -> dict[str, Any]:
@@ -278,11 +308,7 @@ def _scaled(
         state_bytes=cost.state_bytes * checkpoints,
         write_policy=args.hicache_write_policy,
         save_tokens=max(1, SAVE_BYTES // per_page) * page,
-        storage=read_storage_config(
-            args.hicache_storage_backend,
-            args.hicache_storage_prefetch_policy,
-            args.hicache_storage_backend_extra_config,
-        ),
+        storage=_storage(args),
         ranks_share=False,
         processes=processes,
     )

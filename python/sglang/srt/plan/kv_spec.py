@@ -27,6 +27,11 @@ def kv_cache_dtype(requested: str, model_dtype: str, quantization: QuantConfig |
     name = stated or model_dtype if requested == "auto" else _SPELLINGS.get(requested, requested)
     if name not in (*KV_DTYPE_BYTES, FP4_KV):
         known = ", ".join((*KV_DTYPE_BYTES, FP4_KV))
+        if requested == "auto" and quantization is not None:
+            raise UserError(
+                f"{quantization.source}: {stated} has no cache here. --kv-cache-dtype bf16 serves the checkpoint, and"
+                " so does fp8_e4m3, with the scales that it has."
+            )
         raise UserError(f"--kv-cache-dtype {requested} is not known; use auto, {known}")
     return name
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.blocks.token_selection.spec import TokenIndexer
 from sglang.srt.plan.cache_spec import FULL, Full, Window
 
 
@@ -30,8 +31,8 @@ class Mask(Protocol):
         return 1
 
     @property
-    def indexer(self) -> BlockIndexer | None:
-        """The indexer that selects blocks of tokens for each KV head."""
+    def indexer(self) -> BlockIndexer | TokenIndexer | None:
+        """The indexer that selects blocks of tokens for each KV head, or tokens for all of them."""
         return None
 
     @property
@@ -113,6 +114,17 @@ class SelectedBlocks(Mask):
     @property
     def indexer(self) -> BlockIndexer:
         return self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTokens(Mask):
+    """A token attends to the tokens that an indexer selects for all heads."""
+
+    tokens: TokenIndexer
+
+    @property
+    def indexer(self) -> TokenIndexer:
+        return self.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from sglang.srt.kernels.spec import Choice, PeerLinks, Tile
 from sglang.srt.kernels.tile_configs import OpTileConfigs, Shape, TileConfigs
 from sglang.srt.plan.adapters import AdapterPlan
 from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.cache_scales import CacheScales, plan_cache_scales
 from sglang.srt.plan.cache_spec import PER_REQUEST
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Trial, describe_pools
@@ -100,6 +101,7 @@ class Plan:
     two_batch_overlap: TwoBatchRule | None = None  # which steps run as two microbatches
     adapters: AdapterPlan | None = None  # the memory for LoRA adapters; None: the server takes none
     decode_interval: IntervalRule = NEVER  # which steps have no prompts
+    cache_scales: CacheScales | None = None  # of keys and values, by --quantization-param-path
     shares_encoder: bool = False  # the ranks divide the images and frames of an encoder step among them
     stages: tuple[str, ...] = ()  # descriptions of the pipeline stages, if there are several
     warnings: tuple[str, ...] = ()
@@ -121,6 +123,7 @@ class Plan:
             draft=None,
             aux_layers=(),
             adapters=None,
+            cache_scales=None,
         )
 
     @property
@@ -221,6 +224,7 @@ class Plan:
             **({} if self.description.pooling is None else {"pooling": self.description.pooling.describe()}),
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
+            **({"kv_cache_scales": str(self.cache_scales)} if self.cache_scales is not None else {}),
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),
             "tp_size": self.ranks.tp_size,
             "ep_size": self.ranks.ep_size,
@@ -266,6 +270,8 @@ class Plan:
         """Logs the decisions at start-up."""
         if self.model.quantization is not None:
             logger.info("Quantization: %s", self.model.quantization.describe())
+        if self.cache_scales is not None:
+            logger.info("Scales of the KV cache: %s", self.cache_scales)
         for op, choice in self.choices.items():
             tile = f" tile {tile_key(choice.tile)}" if choice.tile else ""
             remark = f" ({choice.remark})" if choice.remark else ""
@@ -336,6 +342,9 @@ def make_plan(
     everything = with_draft_layers(trial.description, draft)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[parallel.ranks.stage(rank)]
+    cache_scales, unused_scales = plan_cache_scales(
+        args.quantization_param_path, model.model_types, trial.description, parallel.kv_dtype
+    )
     plan = Plan(
         arch=arch,
         model=model,
@@ -383,12 +392,14 @@ def make_plan(
         ),
         decode_interval=interval_rule(args, trial.description),
         adapters=trial.adapters,
+        cache_scales=cache_scales,
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         expert_slots=trial.expert_slots,
         warnings=(
             *trial.chosen.notes,
             *capacity.notes,
+            *unused_scales,
             *flag_notes(args, trial.description, capacity, trial.expert_slots is not None, arch.device == "cpu"),
         ),
         errors=short_of_context(planner.like(trial), trial),

@@ -42,9 +42,8 @@ def _describe_blocks(model: ModelDescription) -> str:
     if not chosen:
         return ""
     return (
-        f"{len(chosen)} of {len(model.layers)} layers have an indexer that selects {chosen[0].top_blocks} blocks of"
-        f" {chosen[0].block} tokens for each KV head; requests of up to {chosen[0].top_k:,} tokens attend to all of"
-        " them without scores"
+        f"{len(chosen)} of {len(model.layers)} layers have an indexer that selects {chosen[0].chosen}; requests of up"
+        f" to {chosen[0].top_k:,} tokens attend to all of them without scores"
     )
 
 

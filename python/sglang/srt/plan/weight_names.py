@@ -27,7 +27,17 @@ DECODERS = ("language_model.model.", "model.language_model.")
 """Beginnings of the decoder's names in multimodal checkpoints: the older one, and that of newer transformers."""
 
 
-CACHE_SCALE_ALIASES = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
+CACHE_SCALE_ALIASES = (
+    *((f".{module}.{scale}", f".{scale}") for module in ("k_proj", "qkv_proj") for scale in ("k_scale", "v_scale")),
+    (".v_proj.v_scale", ".v_scale"),
+    (".k_proj.output_scale", ".k_scale"),
+    (".v_proj.output_scale", ".v_scale"),
+    (".kv_scale", ".k_scale"),
+)
+"""(name ending of some checkpoints, usual one) of the scales of a cache: of ModelOpt, of modules that are fused, of
+older llm-compressor and Quark, and of AutoFP8, whose one scale is that of keys and values."""
+CACHE_SCALES = (".k_scale", ".v_scale")
+"""Usual name endings of the scales of a cache."""
 _FP8_ALIASES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
 """(transformers' name, usual name) of the scales of FP8 weights with one scale; the first is used for block scales,
 too."""
@@ -55,7 +65,10 @@ class WeightMap:
     layer_prefix: str = "model.layers.{layer}."
     first_layer: int = 0
     """Number that checkpoints give the first layer."""
-    ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+    ignore: tuple[str, ...] = (
+        *("rotary_emb.inv_freq", *CACHE_SCALES),
+        *(".q_scale", ".q_proj.output_scale", ".prob_scale", ".prob_output_scale"),
+    )
     aliases: tuple[tuple[str, str], ...] = CACHE_SCALE_ALIASES
     """Pairs of name endings: that of some checkpoints, and the usual one that replaces it."""
     beginnings: tuple[tuple[str, str], ...] = ()

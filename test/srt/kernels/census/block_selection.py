@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.blocks.block_selection.kernels.block_scores import block_scores
 from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.blocks.token_selection.spec import TokenIndexer
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
@@ -17,6 +18,7 @@ from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.layer_spec import AttentionShape
 
 from .inputs import CACHES, CONTEXT, REQUESTS, SLOTS, empty, tiles_of
+from .selection import launch_index_rows, launch_indexer
 
 
 def launch_block_sparse(shape: AttentionShape, indexer: BlockIndexer, rot: int, arch: ArchTraits) -> None:
@@ -37,12 +39,28 @@ def launch_block_sparse(shape: AttentionShape, indexer: BlockIndexer, rot: int, 
             block_scores(q, keys, rows, block, chosen, indexer.local_blocks, scores, tile=tile, num_sms=arch.num_sms)
         selection = Selection(empty(tokens * heads, chosen, dtype=torch.int32), blocks.counts)
         select_entries(scores.flatten(0, 1), blocks, chosen, selection.slots, selection.counts)
-        for dtype in CACHES:
-            k, v = (empty(SLOTS, heads, shape.head_dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
-            queries = empty(tokens, shape.num_heads, shape.head_dim)
-            for tile in tiles_of("block_attention", shape.head_dim, shape.v_head_dim, dtype, arch):
-                for sms in (1, 188):
-                    block_attention_fwd(
-                        queries, k, v, selection, rows.counts, block, empty(*queries.shape), scale=0.1, tile=tile,
-                        num_sms=sms,
-                    )  # fmt: skip
+        _attention(shape, selection, rows, block, arch)
+
+
+def launch_token_sparse(shape: AttentionShape, indexer: TokenIndexer, rot: int, arch: ArchTraits) -> None:
+    """Scores and choices of tokens, and attention to them, of one token and of many."""
+    launch_indexer(indexer.scores, 1, arch)
+    launch_index_rows(indexer.scores, rot)
+    table = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+    for tokens in (1, 100, 300):
+        counts = empty(tokens, dtype=torch.int32)
+        rows = EntryRows(table, empty(tokens, dtype=torch.int64), counts, CONTEXT)
+        selection = Selection(empty(tokens, indexer.top_k, dtype=torch.int32), counts)
+        _attention(shape, selection, rows, indexer.block, arch)
+
+
+def _attention(shape: AttentionShape, selection: Selection, rows: EntryRows, block: int, arch: ArchTraits) -> None:
+    heads, tokens = shape.num_kv_heads, len(rows)
+    for dtype in CACHES:
+        k, v = (empty(SLOTS, heads, dim, dtype=STORAGE_DTYPES[dtype]) for dim in (shape.head_dim, shape.v_head_dim))
+        queries, out = (empty(tokens, shape.num_heads, dim) for dim in (shape.head_dim, shape.v_head_dim))
+        for tile in tiles_of("block_attention", shape.head_dim, shape.v_head_dim, dtype, arch):
+            for sms in (1, 188):
+                block_attention_fwd(
+                    queries, k, v, selection, rows.counts, block, out, scale=0.1, tile=tile, num_sms=sms
+                )

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.blocks.gqa.kernels import whole_norm
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.recurrent_state.kernels import gated_norm
+from sglang.srt.blocks.token_selection.spec import TokenIndexer
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tiles import fp4_head_dims
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
@@ -24,7 +25,7 @@ from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
 from sglang.srt.plan.layer_spec import AttentionShape
 
-from .block_selection import launch_block_sparse
+from .block_selection import launch_block_sparse, launch_token_sparse
 from .inputs import BF16, CACHE_NAMES, CACHES, CONTEXT, FP4, REQUESTS, SLOTS, empty, tiles_of
 from .short_convolution import launch_convolution
 
@@ -44,7 +45,9 @@ def launch_gqa(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     if isinstance(mixer.gate, HeadGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
-    if mixer.indexer is not None:
+    if isinstance(mixer.indexer, TokenIndexer):
+        launch_token_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
+    elif mixer.indexer is not None:
         launch_block_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
     if isinstance(mixer.gate, ElementGate):
         width = shape.num_heads * shape.head_dim

@@ -7,17 +7,17 @@ import itertools
 import torch
 
 from sglang.srt.blocks.mla.kernels import latent_pack, latent_prompt, latent_store
-from sglang.srt.blocks.mla.spec import MLA, Indexer
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.blocks.recurrent_state.kernels import gated_norm
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
-from sglang.srt.layers.triton_ops import index_rope, norm, part_rows
+from sglang.srt.layers.triton_ops import norm, part_rows
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 
 from .gqa import launch_attention
 from .inputs import BF16, CACHES, CONTEXT, FP4, SLOTS, empty, tiles_of
-from .selection import launch_indexer, launch_records, launch_selected_attention, selected
+from .selection import launch_index_rows, launch_indexer, launch_records, launch_selected_attention, selected
 
 
 def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
@@ -32,7 +32,7 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
     launch_records(shape, mixer.record, [2048], False, arch, in_table=not mixer.sparse)
     if mixer.indexer is not None:
         launch_indexer(mixer.indexer, 1, arch)
-        _index_rows(mixer.indexer, mixer.rope_dim)
+        launch_index_rows(mixer.indexer, mixer.rope_dim)
     if mixer.gate is not None:
         gated_norm.attention_head_gate(empty(8, shape.num_heads * mixer.v_dim), empty(8, shape.num_heads))
     heads, dim, rank, rot = shape.num_heads, mixer.latent_dim, mixer.kv_lora_rank, mixer.rope_dim
@@ -76,15 +76,3 @@ def launch_part_exchange(heads: int, v_head_dim: int, ranks: int) -> None:
         received = part_rows.pack_parts(parts, empty(tokens, ranks * heads, dtype=torch.float32), ranks)
         for sinks in (None, empty(heads, dtype=torch.float32)):
             part_rows.merge_parts(received, sinks, empty(tokens, heads, v_head_dim))
-
-
-def _index_rows(indexer: Indexer, rot: int) -> None:
-    """Keys with and without queries, of few tokens and of many."""
-    dim, cos_sin = indexer.head_dim, empty(CONTEXT, rot, dtype=torch.float32)
-    norm_row = empty(dim, dtype=torch.float32)
-    for tokens, first, queries in ((1, 0, 1), (20, 4, 16), (100, 0, 100), (300, 0, 0), (300, 0, 300)):
-        q = empty(queries, indexer.num_heads, dim) if queries else None
-        positions = empty(tokens, dtype=torch.int64)
-        index_rope.index_norm_rope(
-            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.is_neox_style
-        )

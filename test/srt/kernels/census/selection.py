@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.sparse_records import attention_fwd
-from sglang.srt.layers.triton_ops import index_store, latent_records
+from sglang.srt.layers.triton_ops import index_rope, index_store, latent_records
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.latent_record import LatentRecord
 from sglang.srt.plan.layer_spec import AttentionShape
@@ -92,3 +92,15 @@ def launch_indexer(indexer: Indexer, rate: int, arch: ArchTraits) -> None:
             for tile in tiles_of("sparse_indexer", dim, dim, name, arch):
                 index_logits(q, weights, cache, scales, rows, indexer.top_k, logits, tile=tile, num_sms=arch.num_sms)
             select_entries(logits, rows, indexer.top_k, slots, counts)
+
+
+def launch_index_rows(indexer: Indexer, rot: int) -> None:
+    """Keys with and without queries, of few tokens and of many."""
+    dim, cos_sin = indexer.head_dim, empty(CONTEXT, rot, dtype=torch.float32)
+    norm_row = empty(dim, dtype=torch.float32)
+    for tokens, first, queries in ((1, 0, 1), (20, 4, 16), (100, 0, 100), (300, 0, 0), (300, 0, 300)):
+        q = empty(queries, indexer.num_heads, dim) if queries else None
+        positions = empty(tokens, dtype=torch.int64)
+        index_rope.index_norm_rope(
+            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.is_neox_style
+        )

@@ -35,9 +35,9 @@ PROMPTS = (list(range(61, 68)) + list(range(290, 296)) + [0], [4] * 7 + [1] * 6 
 """Two runs that no block of tokens divides, and a row of padding."""
 
 
-def tiles_of(op: str, kv_dtype: str = "bfloat16") -> tuple[dict[str, int], ...]:
+def tiles_of(op: str, kv_dtype: str = "bfloat16", dims: tuple[int, int] = (DIM, DIM)) -> tuple[dict[str, int], ...]:
     arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
-    return attention_tiles(op, DIM, DIM, kv_dtype, arch.features)
+    return attention_tiles(op, *dims, kv_dtype, arch.features)
 
 
 def entry_rows(counts: list[int], requests: list[int], run: int = 1, block: int = BLOCK) -> EntryRows:
@@ -148,15 +148,18 @@ def selected(entries: EntryRows, groups: int, width: int, block: int) -> Selecti
 
 @interpreter.kernel_test
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "groups", "block", "kv_dtype", "tile", "sms", "rows"),
+    ("heads", "kv_heads", "groups", "block", "kv_dtype", "tile", "sms", "rows", "dims"),
     [
-        (16, 1, 1, 16, "bfloat16", 0, 4, DECODED),
-        (8, 2, 2, 16, "bfloat16", 1, 4, PROMPTS),
-        (8, 2, 1, 4, "bfloat16", 0, 4, DECODED),
-        (6, 2, 2, 128, "bfloat16", 0, 4, DECODED),
-        (40, 2, 2, 16, "bfloat16", 0, 1, PROMPTS),
-        (8, 2, 2, 16, "fp8_e4m3", 0, 4, PROMPTS),
-        (8, 2, 1, 16, "fp8_e5m2", 1, 40, DECODED),
+        (16, 1, 1, 16, "bfloat16", 0, 4, DECODED, (DIM, DIM)),
+        (8, 2, 2, 16, "bfloat16", 1, 4, PROMPTS, (DIM, DIM)),
+        (8, 2, 1, 4, "bfloat16", 0, 4, DECODED, (DIM, DIM)),
+        (6, 2, 2, 128, "bfloat16", 0, 4, DECODED, (DIM, DIM)),
+        (40, 2, 2, 16, "bfloat16", 0, 1, PROMPTS, (DIM, DIM)),
+        (8, 2, 2, 16, "fp8_e4m3", 0, 4, PROMPTS, (DIM, DIM)),
+        (8, 2, 1, 16, "fp8_e5m2", 1, 40, DECODED, (DIM, DIM)),
+        (8, 2, 1, 1, "bfloat16", 0, 40, DECODED, (192, 128)),
+        (8, 2, 2, 8, "bfloat16", 1, 40, PROMPTS, (192, 192)),
+        (8, 1, 1, 1, "fp8_e4m3", 1, 4, DECODED, (192, 128)),
     ],
 )
 def test_attention(
@@ -168,24 +171,25 @@ def test_attention(
     tile: int,
     sms: int,
     rows: tuple[list[int], list[int]],
+    dims: tuple[int, int],
 ) -> None:
     torch.manual_seed(4)
     entries = entry_rows(*rows, block=block)
-    selection = selected(entries, groups, 5, block)
-    q = torch.randn(len(entries), heads + 2, DIM, device=DEVICE).to(BF16)[:, :heads]
+    selection = selected(entries, groups, 5 if block > 1 else 75, block)
+    q = torch.randn(len(entries), heads + 2, dims[0], device=DEVICE).to(BF16)[:, :heads]
     stored = {"bfloat16": BF16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kv_dtype]
-    caches = [torch.randn(SLOTS, kv_heads, DIM, device=DEVICE).to(stored) for _ in range(2)]
+    caches = [torch.randn(SLOTS, kv_heads, dim, device=DEVICE).to(stored) for dim in dims]
     scales = {} if kv_dtype == "bfloat16" else {"k_scale": 0.7, "v_scale": 1.3}
     if kv_dtype == "bfloat16":
         unread = torch.ones(SLOTS // block, dtype=torch.bool, device=DEVICE)
         unread[selection.slots[selection.slots >= 0].long()] = False
         for cache in caches:
             cache.unflatten(0, (-1, block))[unread] = float("nan")
-    got = torch.full((len(entries), heads, DIM), float("nan"), device=DEVICE, dtype=BF16)
+    got = torch.full((len(entries), heads, dims[1]), float("nan"), device=DEVICE, dtype=BF16)
     arguments = (*caches, selection, entries.counts, block)
-    launch = tiles_of("block_attention", kv_dtype)[tile]
+    launch = tiles_of("block_attention", kv_dtype, (dims[0], DIM))[tile]
     block_attention_fwd(q, *arguments, got, scale=0.05, tile=launch, num_sms=sms, **scales)
-    want = torch.empty(len(entries), heads, DIM, device=DEVICE, dtype=torch.float64)
+    want = torch.empty(len(entries), heads, dims[1], device=DEVICE, dtype=torch.float64)
     native_sparse_ops.attend_blocks(q.double(), *arguments, want, scale=0.05, **scales)
     assert relative_error(got, want) < BOUND
     assert (got[entries.counts == 0] == 0).all()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.blocks.block_selection.reference import BLOCK_INDEXER
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.blocks.gqa.reference import QK_NORM_ROPE_STORE
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.layers.block import Site
@@ -28,7 +29,7 @@ class BlockSelector:
     """Stores the index keys of a step's tokens, and puts the selection for its sparse tokens into `SparseRows`."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.indexer is not None
+        assert isinstance(spec.indexer, BlockIndexer)
         self.spec = spec.indexer
         dim, group = self.spec.head_dim, scope.groups.attention
         shares = spec.shares(group.size)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import HeadDims
 from sglang.srt.plan.cache_spec import CacheSpec, CacheTensor
 from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
 from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
@@ -27,11 +29,33 @@ class BlockIndexer:
     block: int
     top_blocks: int
     local_blocks: int = 1
+    of_each_head: ClassVar[bool] = True
 
     @property
     def top_k(self) -> int:
         """Number of tokens in the selected blocks: shorter requests attend to all of their tokens."""
         return self.block * self.top_blocks
+
+    @property
+    def chosen(self) -> str:
+        """What is selected, for people."""
+        return f"{self.top_blocks} blocks of {self.block} tokens for each KV head"
+
+    def selected_slots(self, kv_heads: int) -> int:
+        """Returns the slots of a token's selection on a rank with so many KV heads."""
+        return kv_heads * self.top_blocks
+
+    def token_scores(self, context_len: int, kv_heads: int) -> int:
+        """Returns the scores of a token at the end of the context on a rank with so many KV heads."""
+        return kv_heads * -(-context_len // self.block)
+
+    def activation_elements(self, kv_heads: int) -> int:
+        """Returns the elements of queries and keys of a token, before and after their norm."""
+        return 2 * (kv_heads + 1) * self.head_dim
+
+    def head_dims(self) -> Iterator[HeadDims]:
+        """Yields the rows that go with a head."""
+        yield HeadDims("attn.index", ("index_q_proj",), 0, self.head_dim, of_kv=True)
 
     def needs(self, parallel: ParallelConfig, kv_heads: int, rotary_dim: int) -> Iterator[Need]:
         dims, wide = (self.head_dim, self.head_dim), self._with_key_dtype(parallel)

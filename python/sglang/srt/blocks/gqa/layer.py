@@ -18,7 +18,9 @@ from sglang.srt.blocks.gqa.reference import (
 )
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.short_convolution.layer import ConvolvedRows, convolution_weight
-from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
+from sglang.srt.blocks.token_selection.layer import TokenSelector
+from sglang.srt.blocks.token_selection.spec import TokenIndexer
+from sglang.srt.layers.attention.cache_scale import LayerCacheScales
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site, SumsInOutput
@@ -124,12 +126,10 @@ class GQAttention(SumsInOutput):
             relative = scope.sub("relative")
             self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.scale_dims(bias.dims)})
             self.profiles = scope.sub("profiles").param("proj", (bias.dims, bias.extent))
-        self.k_scale = self.v_scale = None
         self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
         self.cache_shared = spec.cache == OwnCache(shared=True)
         if has_tensor_scales(scope.plan.kv_cache_dtype):
-            self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
-            scope.finish.append(self._take_cache_scales)
+            LayerCacheScales(scope, self.cache, spec.num_kv_heads)
         self.output_gate = scope.plan.entry(ATTENTION_OUTPUT_GATE) if isinstance(spec.gate, ElementGate) else None
         self.head_gate: ColumnParallelLinear | None = None
         if isinstance(spec.gate, HeadGate):
@@ -137,7 +137,12 @@ class GQAttention(SumsInOutput):
             self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
             self.gate_heads = softplus_gates if spec.gate.softplus else scope.plan.entry(ATTENTION_HEAD_GATE)
         self.norm_rope_store = scope.plan.entry(QK_NORM_ROPE_STORE)
-        self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
+        self.indexer: BlockSelector | TokenSelector | None = None
+        if isinstance(spec.indexer, TokenIndexer):
+            self.indexer = TokenSelector(scope, spec, site)
+            self.row_format = None  # the indexer's products take 16 bits
+        elif spec.indexer is not None:
+            self.indexer = BlockSelector(scope, spec, site)
         self.attention = Attention(
             self.cache,
             self.num_heads * spec.mask.rows,
@@ -218,11 +223,6 @@ class GQAttention(SumsInOutput):
         if self.temperature is not None and self.q_norm is not None:
             q.mul_(growth_of_queries(batch, self.temperature)[..., None])
         return q, k, v, gates
-
-    def _take_cache_scales(self) -> None:
-        """Reads the scales of keys and values in a quantized cache, 1 if the checkpoint has none. Raises UserError for
-        an invalid scale."""
-        self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
 def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

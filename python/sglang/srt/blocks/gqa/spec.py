@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.blocks.token_selection.spec import TokenIndexer
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import (
@@ -89,7 +90,7 @@ class GQA(MixerDefaults):
         return self.mask.window
 
     @property
-    def indexer(self) -> BlockIndexer | None:
+    def indexer(self) -> BlockIndexer | TokenIndexer | None:
         return self.mask.indexer
 
     @property
@@ -123,7 +124,7 @@ class GQA(MixerDefaults):
         return 8 if self.caches_tokens else 0
 
     @property
-    def block_indexer(self) -> BlockIndexer | None:
+    def block_indexer(self) -> BlockIndexer | TokenIndexer | None:
         return self.indexer
 
     @property
@@ -131,12 +132,12 @@ class GQA(MixerDefaults):
         return self.indexer is not None
 
     def selected_slots(self, tp_size: int) -> int:
-        return 0 if self.indexer is None else self.shares(tp_size).padded_kv_heads * self.indexer.top_blocks
+        return 0 if self.indexer is None else self.indexer.selected_slots(self.shares(tp_size).padded_kv_heads)
 
     def token_scores(self, context_len: int, tp_size: int) -> int:
         if self.indexer is None:
             return context_len
-        return self.shares(tp_size).padded_kv_heads * -(-context_len // self.indexer.block)
+        return self.indexer.token_scores(context_len, self.shares(tp_size).padded_kv_heads)
 
     def reading(self, layer: int) -> GQA:
         """Returns the mixer without keys and values of its own: it attends to those of layer number `layer`."""
@@ -230,7 +231,7 @@ class GQA(MixerDefaults):
         if (bias := self.softmax.relative_bias) is not None:
             yield HeadDims("attn.relative", ("",), 0, bias.dims)
         if self.indexer is not None:
-            yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
+            yield from self.indexer.head_dims()
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
@@ -255,7 +256,7 @@ class GQA(MixerDefaults):
         yield parallel.need("decode_attention", dims, traits)
         if self.indexer is not None:
             yield from self.indexer.needs(parallel, heads[1], self.rotary_dim)
-            yield parallel.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
+            yield parallel.need("block_attention", dims, uneven_sizes(self.indexer.block), heads)
         if self.kv_convolution is not None:
             yield Need("short_convolution", q_dtype=parallel.dtype)
         if self.gate is not None:
@@ -331,7 +332,7 @@ class GQA(MixerDefaults):
 
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
-        index = 0 if self.indexer is None else 2 * (shares.padded_kv_heads + 1) * self.indexer.head_dim
+        index = 0 if self.indexer is None else self.indexer.activation_elements(shares.padded_kv_heads)
         bias = self.softmax.relative_bias
         biases = 0 if bias is None else shares.padded_heads * bias.elements
         convolved = 2 * self.convolved_elements(tp_size)

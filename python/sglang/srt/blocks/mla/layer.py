@@ -28,7 +28,7 @@ from sglang.srt.blocks.mla.reference import (
     LATENT_PROMPT_ATTENTION,
 )
 from sglang.srt.blocks.mla.spec import MLA
-from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
+from sglang.srt.layers.attention.cache_scale import LayerCacheScales
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site
@@ -60,9 +60,8 @@ class LatentAttention(LatentHeads):
         self.cache = scope.cache(site.layer_id, "latent")
         kv_dtype = scope.plan.kv_cache_dtype
         self.record = spec.record(kv_dtype)
-        scaled = has_tensor_scales(kv_dtype) and not spec.sparse
-        self.scale = cache_scale(scope, "k_scale") if scaled else None
-        scope.finish.append(self._take_cache_scale)
+        if has_tensor_scales(kv_dtype) and not spec.sparse:
+            LayerCacheScales(scope, self.cache, heads=1, latent=True)
         self.attention = Attention(
             self.cache,
             self.num_heads,
@@ -87,11 +86,6 @@ class LatentAttention(LatentHeads):
             return plan.entry(LATENT_PACK_STORE)
         store, record = plan.entry(LATENT_RECORD_STORE), self.record
         return lambda entries, cache, slots: store(entries, cache, slots, record, self.cache.k_scale)
-
-    def _take_cache_scale(self) -> None:
-        """Reads the scale of latents in a cache of 8 or 4 bits, 1 if the checkpoint has none. Raises UserError for an
-        invalid scale."""
-        self.cache.k_scale = self.cache.v_scale = cache_scale_value(self.scale)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         spec, cache = self.spec, self.cache

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.blocks.gqa.reference import QK_NORM_ROPE_STORE
 from sglang.srt.blocks.transformers_layer.rotation import AnglesOfStep
 from sglang.srt.blocks.transformers_layer.spec import ROWS, TransformersExperts, TransformersLayer
-from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
+from sglang.srt.layers.attention.cache_scale import LayerCacheScales
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import FUSED_MOE
@@ -55,11 +55,8 @@ class LayerAttention:
         if self.fact.sinks:
             module, _, leaf = self.fact.sinks.rpartition(".")
             self.sinks = share_param(scope.sub(module), leaf, shares.heads(rank), Init.ZEROS, torch.float32)
-        self.k_scale = self.v_scale = None
         if has_tensor_scales(scope.plan.kv_cache_dtype):
-            at = scope.sub(self.fact.module)
-            self.k_scale, self.v_scale = cache_scale(at, "k_scale"), cache_scale(at, "v_scale")
-            scope.finish.append(self._take_cache_scales)
+            LayerCacheScales(scope.sub(self.fact.module), self.cache, spec.num_kv_heads)
         self.attention = Attention(
             self.cache,
             self.num_heads,
@@ -106,11 +103,6 @@ class LayerAttention:
         )
         out = self.attention(q, k, v, batch)
         return out.view(1, len(out), self.num_heads, -1)
-
-    def _take_cache_scales(self) -> None:
-        """Reads the scales of keys and values in a quantized cache, 1 if the checkpoint has none. Raises UserError for
-        an invalid scale."""
-        self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
 class ClassNorm(torch.nn.Module):

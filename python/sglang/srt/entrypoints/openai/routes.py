@@ -74,19 +74,23 @@ def _anthropic_card(name: str, created: int, context_len: int) -> dict[str, Any]
     }
 
 
+def adapter_cards(engine: OpenAIService, created: int) -> dict[str, dict[str, Any]]:
+    """Returns the entries of the model's LoRA adapters in /v1/models, by their names."""
+    adapters = engine.manager.adapters
+    loaded = {} if adapters is None else adapters.loaded
+    model, context_len = model_card(engine, created), engine.manager.model_config.context_len
+    return {
+        name: model
+        | _anthropic_card(name, created, context_len)
+        | {"id": name, "root": adapter.path, "parent": engine.model_name, "max_model_len": None}
+        for name, adapter in loaded.items()
+    }
+
+
 def _cards(request: Request) -> list[dict[str, Any]]:
     """Returns the cards of the model and of its LoRA adapters."""
     engine, created = engine_of(request), request.app.state.created
-    adapters = engine.manager.adapters
-    loaded = {} if adapters is None else adapters.loaded
-    model = model_card(engine, created)
-    of_adapters = (
-        model
-        | _anthropic_card(name, created, engine.manager.model_config.context_len)
-        | {"id": name, "root": adapter.path, "parent": engine.model_name, "max_model_len": None}
-        for name, adapter in loaded.items()
-    )
-    return [model, *of_adapters]
+    return [model_card(engine, created), *adapter_cards(engine, created).values()]
 
 
 @router.get("/v1/models")

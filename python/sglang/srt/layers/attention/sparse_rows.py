@@ -30,6 +30,7 @@ from sglang.srt.layers.step_rows import requests_of_tokens
 if TYPE_CHECKING:
     from sglang.srt.blocks.block_selection.spec import BlockIndexer
     from sglang.srt.blocks.mla.spec import MLA
+    from sglang.srt.blocks.token_selection.spec import TokenIndexer
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.layers.step_rows import ExtendRows
@@ -172,16 +173,16 @@ class LatentSite(SparseSite):
 
 
 class BlockSite(SparseSite):
-    """Layers whose KV heads each attend to their own selected blocks of tokens."""
+    """Layers whose KV heads each attend to their own selected blocks of tokens, or all to the same tokens."""
 
-    def __init__(self, indexer: BlockIndexer, kv_heads: int, plan: Plan) -> None:
+    def __init__(self, indexer: BlockIndexer | TokenIndexer, kv_heads: int, plan: Plan) -> None:
         """`kv_heads`: KV heads of one rank."""
         super().__init__(indexer.top_k, plan.context_len)
-        self.block, self.kv_heads = indexer.block, kv_heads
+        self.block, self.kv_heads, self.of_each_head = indexer.block, kv_heads, indexer.of_each_head
         self.attention = plan.entry(BLOCK_ATTENTION)
 
-    def blocks(self, entries: EntryRows) -> EntryRows:
-        return entries.blocks(self.block, self.kv_heads)
+    def blocks(self, entries: EntryRows) -> EntryRows | None:
+        return entries.blocks(self.block, self.kv_heads) if self.of_each_head else None
 
     def attend(
         self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor

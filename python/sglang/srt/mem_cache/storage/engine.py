@@ -184,6 +184,7 @@ class StorageEngine:
         self._reads: SimpleQueue[StorageJob | None] = SimpleQueue()
         self._writes: SimpleQueue[StorageJob | None] = SimpleQueue()
         """None ends a thread."""
+        self._num_threads = READERS + 1
         for queue, count in ((self._reads, READERS), (self._writes, 1)):
             for _ in range(count):
                 threading.Thread(target=self._work, args=(queue,), name="cache-storage", daemon=True).start()
@@ -199,7 +200,7 @@ class StorageEngine:
         (self._reads if isinstance(job, Lookup | Read) else self._writes).put(job)
 
     def close(self) -> None:
-        """Ends the threads after the submitted jobs."""
+        """Ends the threads after the submitted jobs; the last one closes the store."""
         for queue, count in ((self._reads, READERS), (self._writes, 1)):
             for _ in range(count):
                 queue.put(None)
@@ -217,6 +218,19 @@ class StorageEngine:
             except Exception:  # a failing store must not stop the server: the tokens are computed instead
                 logger.exception("Cached prefixes could not be moved to or from the store")
                 self._failed(job)
+        with self._lock:
+            self._num_threads -= 1
+            is_last = not self._num_threads
+        if is_last:
+            self._close_store()
+
+    def _close_store(self) -> None:
+        close = getattr(self.store, "close", None)
+        try:
+            if close is not None:
+                close()
+        except Exception:  # a store may raise anything
+            logger.warning("The store of cached prefixes could not be closed", exc_info=True)
 
     def _failed(self, job: StorageJob) -> None:
         if isinstance(job, Removal):

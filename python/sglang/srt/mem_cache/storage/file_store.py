@@ -16,9 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from sglang.srt.environ import envs, parse_bytes
+from sglang.srt.configs.storage_options import read_size, refuse_unknown
+from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.storage.directory import is_writable_by_others, user_key
 from sglang.srt.mem_cache.storage.file_sizes import NAME, TEMPORARY, DirectorySpace
@@ -32,15 +33,46 @@ NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """Errors of opening a path that is not a file: a link, a directory or a socket."""
 
 
+class FileTransfer(Protocol):
+    """How the content of an open file is moved. The methods are called from several threads at once."""
+
+    def read(self, file: int, data: bytearray) -> int:
+        """Reads the beginning of a file into `data`. Returns the number of bytes, fewer only where the file ends."""
+
+    def write(self, file: int, data: bytearray) -> None:
+        """Writes all of `data` to the beginning of a file."""
+
+
+class SystemCalls:
+    """Moves by read and write. Implements FileTransfer."""
+
+    def read(self, file: int, data: bytearray) -> int:
+        count = 0
+        while count < len(data) and (more := os.readv(file, [memoryview(data)[count:]])):
+            count += more
+        return count
+
+    def write(self, file: int, data: bytearray) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+
+
 class FileStore:
     """Implements PrefixStore. `key`: secret of its entries' digests; empty where no other user may write."""
 
     def __init__(
-        self, directory: Path, max_bytes: int | None = None, min_free: int | None = None, keep_ratio: float = 0.9
+        self,
+        directory: Path,
+        max_bytes: int | None = None,
+        min_free: int | None = None,
+        keep_ratio: float = 0.9,
+        transfer: FileTransfer | None = None,
     ) -> None:
         """max_bytes: of all files in the directory; None: no limit. min_free: bytes that stay free on the file system;
-        None: DEFAULT_FREE_BYTES. keep_ratio: share of `max_bytes` that an eviction leaves. Raises UserError."""
-        self.directory = directory
+        None: DEFAULT_FREE_BYTES. keep_ratio: share of `max_bytes` that an eviction leaves. transfer: None:
+        SystemCalls. Raises UserError."""
+        self.directory, self._transfer = directory, transfer or SystemCalls()
         self._prepare()
         if min_free is None:
             min_free = min(DEFAULT_FREE_BYTES, shutil.disk_usage(directory).total // 10)
@@ -52,23 +84,30 @@ class FileStore:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> FileStore:
         """Makes a store from `options`, which take precedence over environment variables. Raises UserError."""
-        known = {"storage_dir", "max_size", "min_free_space", "eviction_ratio"}
-        if unknown := sorted(options.keys() - known):
-            raise UserError(
-                f"--hicache-storage-backend-extra-config: {', '.join(unknown)} means nothing to the backend file; it"
-                f" reads {', '.join(sorted(known))}."
-            )
-        directory = options.get("storage_dir")
+        refuse_unknown(options, ("storage_dir", "max_size", "min_free_space", "eviction_ratio"), "file")
+        return cls.in_directory(options, envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR)
+
+    @classmethod
+    def in_directory(
+        cls,
+        options: Mapping[str, Any],
+        default: Path,
+        transfer: FileTransfer | None = None,
+        free_share: float | None = None,
+    ) -> FileStore:
+        """Makes a store from checked `options`. default: its directory, if they name none. free_share: the share of the
+        file system that stays free, if they do not say how many bytes do. Raises UserError."""
+        named = options.get("storage_dir")
+        directory = default if named is None else Path(str(named)).expanduser()
         ratio = options.get("eviction_ratio", envs.SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO)
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise UserError(f"--hicache-storage-backend-extra-config: eviction_ratio must be in (0, 1]; got {ratio!r}.")
-        max_bytes = _size(options, "max_size", envs.SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE)
-        return cls(
-            envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR if directory is None else Path(str(directory)).expanduser(),
-            max_bytes or None,
-            _size(options, "min_free_space", envs.SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE),
-            float(ratio),
-        )
+        max_bytes = read_size(options, "max_size", envs.SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE)
+        min_free = read_size(options, "min_free_space", envs.SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE)
+        store = cls(directory, max_bytes or None, min_free, float(ratio), transfer)
+        if min_free is None and free_share is not None:
+            store.space.min_free = int(free_share * shutil.disk_usage(directory).total)
+        return store
 
     def _prepare(self) -> None:
         where = f"the directory of cached prefixes, {self.directory},"
@@ -105,9 +144,7 @@ class FileStore:
             with open(self._path(name), "rb", buffering=0, opener=_open_at_once) as file:
                 status = os.fstat(file.fileno())
                 data = bytearray(status.st_size if stat.S_ISREG(status.st_mode) else 0)
-                count = 0
-                while count < len(data) and (more := file.readinto(memoryview(data)[count:])):
-                    count += more
+                count = self._transfer.read(file.fileno(), data)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -127,9 +164,7 @@ class FileStore:
         self.space.make_room(len(data))
         try:
             with open(temporary, "xb", buffering=0) as file:
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[file.write(rest) :]
+                self._transfer.write(file.fileno(), data)
             self.space.place(temporary, path)
         except BaseException:
             with suppress(OSError):
@@ -149,14 +184,3 @@ class FileStore:
 def _open_at_once(path: str, flags: int) -> int:
     """Opens a file without blocking on a pipe and without following a link."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
-
-
-def _size(options: Mapping[str, Any], key: str, default: int | None) -> int | None:
-    value = options.get(key)
-    if value is None:
-        return default
-    try:
-        size = parse_bytes(str(value))
-    except ValueError as error:
-        raise UserError(f"--hicache-storage-backend-extra-config: {key}: {error}; got {value!r}.") from None
-    return size

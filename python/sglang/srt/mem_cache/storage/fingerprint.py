@@ -39,6 +39,7 @@ def fingerprint(args: ServerArgs, plan: Plan, rank: int) -> bytes:
         "page": [plan.page_size, block_tokens(plan.page_size)],
         "arguments": {name: getattr(args, name) for name in _ARGUMENTS},
         "types": [plan.dtype, plan.kv_cache_dtype],
+        "scales": None if plan.cache_scales is None else plan.cache_scales.layers,
         "model": plan.model.hf_config,
         "weights": _weights(plan.model.model_path, args.random_seed if args.load_format == "dummy" else None),
         "draft": _draft(args),

@@ -14,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sglang.srt.configs.storage_options import DEFAULT_TIMEOUT_S, FLAG, read_seconds, refuse_unknown
 from sglang.srt.errors import UserError
 
 DEFAULT_PREFIX = "sglang:kv:"
-DEFAULT_TIMEOUT_S = 5.0
 MAX_COMMANDS = 512
 """Commands of one pipeline; the Redis server answers other clients between two pipelines."""
 MAX_ENTRY_BYTES = 512 << 20
 """Redis's own limit of a value."""
-FLAG = "--hicache-storage-backend-extra-config"
 
 
 class RedisStore:
@@ -32,16 +31,12 @@ class RedisStore:
         """Options: url (redis://, rediss:// or unix://, with user, password and database); prefix of all keys; ttl in
         seconds after the last use; timeout in seconds of a call; key, a secret of the servers that share entries, where
         others may write them. Raises UserError, also if no server answers."""
-        known = {"url", "prefix", "ttl", "timeout", "key"}
-        if unknown := sorted(options.keys() - known):
-            raise UserError(
-                f"{FLAG}: {', '.join(unknown)} means nothing to RedisStore; it reads {', '.join(sorted(known))}."
-            )
+        refuse_unknown(options, ("url", "prefix", "ttl", "timeout", "key"), "RedisStore")
         self.prefix = str(options.get("prefix", DEFAULT_PREFIX))
         self.key = str(options.get("key", "")).encode()
-        ttl = _positive(options, "ttl", 0.0)
+        ttl = read_seconds(options, "ttl", 0.0)
         self.ttl = max(1, round(ttl)) if ttl else None
-        self._client = _connect(options.get("url"), _positive(options, "timeout", DEFAULT_TIMEOUT_S))
+        self._client = _connect(options.get("url"), read_seconds(options, "timeout", DEFAULT_TIMEOUT_S))
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         """Returns which entries exist. Touches them from the last to the first, so that the first ones count as used
@@ -70,13 +65,6 @@ class RedisStore:
 
     def delete(self, name: str) -> None:
         self._client.delete(self.prefix + name)
-
-
-def _positive(options: Mapping[str, Any], key: str, default: float) -> float:
-    value = options.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise UserError(f"{FLAG}: {key} must be a number of seconds; got {value!r}.")
-    return float(value)
 
 
 def _connect(url: Any, timeout: float) -> Any:

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from sglang.srt.configs.storage_backend import StorageConfig
+from sglang.srt.configs.storage_options import LMCacheOptions, MooncakeOptions, NixlOptions
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.storage.file_store import FileStore
 
@@ -30,7 +31,7 @@ class PrefixStore(Protocol):
     read and write at once; an entry of one name always has the same meaning, so the last writer wins.
 
     A store that others may write has an attribute `key`, secret bytes: only entries written with the same key are then
-    accepted.
+    accepted. A store that has something to give back has a method `close()`; it is called once, after all other calls.
     """
 
     def contains(self, names: Sequence[str]) -> list[bool]:
@@ -72,8 +73,21 @@ def create_store(config: StorageConfig) -> PrefixStore:
 
 
 def _open(config: StorageConfig) -> PrefixStore:
+    """Imports what the backend needs, and no other backend's library."""
     if config.backend == "file":
         return FileStore.from_options(config.options)
+    if config.backend == "nixl":
+        from sglang.srt.mem_cache.storage.nixl_files import create_nixl_store
+
+        return create_nixl_store(NixlOptions.read(config.options))
+    if config.backend == "mooncake":
+        from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
+
+        return MooncakeStore(MooncakeOptions.read(config.options))
+    if config.backend == "lmcache":
+        from sglang.srt.mem_cache.storage.lmcache_store import LMCacheStore
+
+        return LMCacheStore(LMCacheOptions.read(config.options))
     return _import_store(dict(config.options))
 
 

@@ -33,6 +33,7 @@ from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.minimax_m3 import MINIMAX_M3
 from sglang.srt.plan.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MISTRAL4_TEXT, MIXTRAL
 from sglang.srt.plan.families.muse_glimmer import MUSE_GLIMMER
+from sglang.srt.plan.families.naive_n05 import NAIVE_N05
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_MOE
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
@@ -71,6 +72,7 @@ FAMILIES: tuple[Family, ...] = (
         MINIMAX_M3,
         GPT_OSS,
         MIMO_V2,
+        NAIVE_N05,
         HY_V3,
         STEP3P5,
         STEP3P7,

@@ -1,0 +1,1 @@
+"""The selection of tokens for all heads of grouped-query attention (Naive-N0.5)."""
