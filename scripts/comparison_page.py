@@ -104,6 +104,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "caches.md#prefixes-in-main-memory",
             "`--kv-offloading-size`",
         ),
+        Feature(
+            "Prefix cache in files, by NIXL, Mooncake and LMCache",
+            "--hicache-storage-backend",
+            "caches.md#in-files-or-another-store",
+            "`--kv-transfer-config`",
+        ),
         Feature("Speculative decoding", "--speculative-algorithm", "speculative_decoding.md", "`--speculative-config`"),
         Feature(
             "CUDA graphs",

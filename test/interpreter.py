@@ -31,14 +31,18 @@ import torch
 from interpreter_processes import run_pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+EXECUTED = os.environ.get("SGLANG_EXECUTE_PTX", "")
+"""The GPU whose PTX is executed on the CPU, such as "sm_120" (`python -m sglang.ledger execute`); empty: none."""
+ON_CPU = INTERPRETED or EXECUTED != ""
+"""Tests are smaller then, and choose kernels as for SM120."""
+DEVICE = "cpu" if ON_CPU else "cuda"
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
 def kernel_test(test: _Test) -> _Test:
     """Runs interpreted in the subprocess and natively where there is a GPU; skipped otherwise."""
-    if INTERPRETED:
+    if ON_CPU:
         return test
     needs_gpu = pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a GPU (interpreted: test_in_interpreter)"
@@ -62,8 +66,8 @@ EVERY_CASE = "thorough or not thorough"
 def run_file(path: str, part: str) -> None:
     """Run the kernel tests of one file, those that the expression of marks selects, in the repaired interpreter. Raises
     AssertionError with pytest's output."""
-    if INTERPRETED:
-        pytest.skip("this is the interpreted run")
+    if ON_CPU:
+        pytest.skip("this is the interpreted run, or the executed one")
     # Without the plugins that no kernel test needs: that of schemathesis takes a second, the others half of one.
     unneeded = ("cacheprovider", "schemathesis", "hypothesispytest", "anyio", "xdist", "xdist.looponfail")
     arguments = ["-x", *(word for name in unneeded for word in ("-p", f"no:{name}")), "-m", part, path]
@@ -215,3 +219,7 @@ def repair() -> None:
 
 if INTERPRETED:
     repair()
+elif EXECUTED:
+    from sglang.ledger.ptx.record import execute_all_launches
+
+    execute_all_launches(EXECUTED)

@@ -1,9 +1,10 @@
-"""`python -m sglang.ledger check|update|report|serve`: the proof that every tile fits, kept in lock files.
+"""`python -m sglang.ledger check|update|report|forms|serve`: the proof that every tile fits, kept in lock files.
 
 check    the recorded numbers obey the rules and were not edited; a sample of rows still compiles to them. Each commit
          takes the next sample, so over as many commits as there are samples every row is compiled
 update   measure what changed, with this Triton and with those that --triton names, and write the lock files
 report   counts and worst cases
+forms    the forms of PTX instructions in rows, and whether the executor (`sglang.ledger.ptx`) knows them all
 serve    a server that may only launch variants with a row; its flags are those of any server
 """
 
@@ -64,7 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--triton", type=Path, action="append", default=[], help="directory with another Triton"
             )
             command.add_argument("--only-measure", type=Path, help=argparse.SUPPRESS)
+    command = commands.add_parser("forms")
+    command.add_argument("--only", default="", help="only rows whose op/key/tile contains this")
+    command.add_argument("--sample", type=int, help="only as many rows")
+    command.add_argument("--turn", type=int, default=0, help="which sample")
     args = parser.parse_args(words)
+    if args.command == "forms":
+        return forms(args)
     args.lock = args.lock or sorted(LOCKS)
     return {"check": check, "update": update, "report": report}[args.command](args)
 
@@ -226,6 +233,23 @@ def report(args: argparse.Namespace) -> int:
             print(f"  {kind}: {len({v[0] for v in values if kind in v[2][4]})} rows")
         _report_schemes(values)
     return 0
+
+
+def forms(args: argparse.Namespace) -> int:
+    """Prints the forms of instructions of SM120's rows by the number of rows. Returns 1 if one is not known."""
+    from sglang.ledger.ptx.rows import forms_of, ptx_of
+
+    table = variant_table("sm120")
+    keys = [key for key in table if args.only in "/".join(key)]
+    if args.sample is not None:
+        keys = sample(keys, args.sample, args.turn)
+    rows, refused = forms_of((key, ptx_of(table[key], "sm_120")) for key in keys)
+    for form, count in rows.most_common():
+        print(f"{count:>5} {form}")
+    print(f"{len(keys)} rows, {len(rows)} forms, {len(refused)} rows that cannot be executed")
+    for message in refused:
+        print(message)
+    return 1 if refused else 0
 
 
 def _report_schemes(values: Sequence[tuple[RowKey, str, Measurement]]) -> None:

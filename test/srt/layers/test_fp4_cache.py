@@ -44,7 +44,7 @@ def stored(p: Problem) -> tuple[dict[str, torch.Tensor], Problem]:
 
 
 def tile_of(op: str, dims: tuple[int, int]) -> AttentionTile:
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     return attention_tiles(op, *dims, "fp4_e2m1", arch.features)[0]
 
 

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers.attention.sites import create_attention_sites
+from sglang.srt.layers.attention.workspaces import zero_workspace
 from sglang.srt.managers.scheduler.memory_control import NO_SAVER, MemoryControl
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.scheduler.weight_updates import WeightUpdates
 from sglang.srt.managers.wire.io_struct import AbortReq
+from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.memory_saver.host_arenas import POISON
 from sglang.srt.model_executor.memory_saver.saver import Part, complement
 from sglang.srt.server_args import ServerArgs
@@ -89,6 +92,21 @@ def test_memory_comes_back_with_its_content(folder: Path) -> None:
     assert [tensor.data_ptr() for tensor in weights(rank)] == places
     assert all(torch.equal(a, b) for a, b in zip(weights(rank), before, strict=True))
     assert rank.tokens(ids) == expected
+
+
+def test_workspaces_of_attention_sleep_with_the_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+
+    def create_with_workspace(*args: Any) -> Any:
+        made.append(zero_workspace(1000, "cpu"))
+        return create_attention_sites(*args)
+
+    monkeypatch.setattr(model_runner, "create_attention_sites", create_with_workspace)
+    rank = Rank(folder)
+    (workspace,) = made
+    assert not rank.memory.sleep([WEIGHTS], keep_weights=True) and not workspace.any()
+    assert not rank.memory.sleep([KV_CACHE], keep_weights=True) and bool((workspace == POISON).all())
+    assert not rank.memory.wake([]) and not workspace.any()
 
 
 def test_by_tags_and_again(folder: Path) -> None:

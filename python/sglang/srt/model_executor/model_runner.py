@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.drafts.drafter import Drafter
 from sglang.srt.layers.adapter_memory import HostAdapter
 from sglang.srt.layers.adapters import AdapterLayers
+from sglang.srt.layers.attention import workspaces
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.sampler import Sampler
@@ -114,7 +116,8 @@ class ModelRunner:
         self.storage: StorageEngine | None = None
         """Copies between main memory and a store; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
-        attention = create_attention_sites(plan, plan.device)
+        with workspaces.allocated_in(partial(self._region, KV_CACHE)):
+            attention = create_attention_sites(plan, plan.device)
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
         self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, InputOps(plan))
         self.state.context = parallel_state.groups().context

@@ -50,13 +50,13 @@ largest ones."""
 # token, lengths off and on the multiples of the tiles.
 EXTEND_SHAPES = ([0, 37, 70, 64], [40, 5, 1, 32])
 DECODE_LENS = [0, 99, 31, 130]
-if not interpreter.INTERPRETED:
+if not interpreter.ON_CPU:
     EXTEND_SHAPES = ([0, 517, 1000, 64, 4096], [700, 130, 1, 512, 257])
     DECODE_LENS = [0, 99, 31, 5000, 1023, 64, 17000]
 
 
 def first_tile(op: str, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype) -> AttentionTile:
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     return attention_tiles(op, head_dim, v_head_dim, NAMES[kv_dtype], arch.features)[0]
 
 

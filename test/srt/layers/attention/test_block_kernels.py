@@ -24,11 +24,11 @@ from srt.layers.attention.reference import relative_error
 
 BF16 = torch.bfloat16
 BOUND = 3e-3
-NUM_SMS = 4 if interpreter.INTERPRETED else 100
+NUM_SMS = 4 if interpreter.ON_CPU else 100
 DEVICE = interpreter.DEVICE
 BLOCK, DIM = 16, 128
-SLOTS = 768 if interpreter.INTERPRETED else 40_960
-CONTEXT = 384 if interpreter.INTERPRETED else 18_048
+SLOTS = 768 if interpreter.ON_CPU else 40_960
+CONTEXT = 384 if interpreter.ON_CPU else 18_048
 
 DECODED = ([150, 20, 0, 65, 33], [3, 6, 0, 2, 1])
 PROMPTS = (list(range(61, 68)) + list(range(290, 296)) + [0], [4] * 7 + [1] * 6 + [0])
@@ -36,7 +36,7 @@ PROMPTS = (list(range(61, 68)) + list(range(290, 296)) + [0], [4] * 7 + [1] * 6 
 
 
 def tiles_of(op: str, kv_dtype: str = "bfloat16", dims: tuple[int, int] = (DIM, DIM)) -> tuple[dict[str, int], ...]:
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     return attention_tiles(op, *dims, kv_dtype, arch.features)
 
 

@@ -34,7 +34,7 @@ PREFIXES = [0, 70, 31, 62, 60]
 MISSING = [0, 1, 0, 0, 2]
 """Rows of each sequence that are padding: as in a graph, where every request has as many rows."""
 DIMS = [(64, 64), (72, 72), (192, 128), MLA_LATENT]
-if not interpreter.INTERPRETED:
+if not interpreter.ON_CPU:
     PREFIXES, DIMS = [0, 99, 31, 5000, 17_000], list(HEAD_DIMS)
 
 
@@ -42,7 +42,7 @@ def run(
     p: Problem, rows: int, kv_name: str = "bfloat16", fp4: dict[str, torch.Tensor] | None = None, **features: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and the lengths up to which tokens count."""
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     tile = attention_tiles("decode_attention", p.head_dim, p.v_head_dim, kv_name, arch.features)[0]
     lens = (p.prefix + rows - torch.tensor(MISSING, device=p.device).clamp(max=rows - 1)).int()
     workspace = DecodeWorkspace.allocate(
@@ -137,7 +137,7 @@ def test_float8_caches(dims: tuple[int, int], kv_dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_four_bit_caches(rows: int, features: dict[str, float]) -> None:
-    for dims in fp4_head_dims()[: 1 if interpreter.INTERPRETED else None]:
+    for dims in fp4_head_dims()[: 1 if interpreter.ON_CPU else None]:
         p = Problem(PREFIXES, [rows] * len(PREFIXES), 6, 2, *dims, device=interpreter.DEVICE, k_scale=0.5, v_scale=2.0)
         codes, p = stored(p)
         check(p, rows, 2e-3, codes, sinks=torch.linspace(-2, 3, 6, device=p.device), **features)
@@ -177,7 +177,7 @@ def test_one_row_is_a_decoding_token() -> None:
     p = problem(1, (6, 2), (64, 64))
     drafted, lens = run(p, 1)
     tile = attention_tiles("decode_attention", 64, 64, "bfloat16", current_arch().features)[0]
-    if interpreter.INTERPRETED:
+    if interpreter.ON_CPU:
         tile = attention_tiles("decode_attention", 64, 64, "bfloat16", arch_by_name("sm_120").features)[0]
     workspace = DecodeWorkspace.allocate(len(lens) + 2, 6, 2, 64, 8, tile, p.device)
     plan = plan_ahead(lens, workspace, tile)

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.workspaces import allocated_in
 from sglang.srt.layers.step_rows import TokenSlots
 from sglang.srt.model_executor import graph_runner
 from sglang.srt.plan.cache_spec import FULL, Window, key_value_cache
@@ -205,6 +207,21 @@ def test_halves_of_a_step_and_the_whole_of_it_are_planned_before_either_attends(
     for p, batch in zip(steps, batches, strict=True):
         layer = layer_of(p)
         assert relative_error(layer(p.q, p.k, p.v, batch), native(p, mode, layer)) < BOUND
+
+
+def test_the_workspace_is_memory_that_may_sleep(fake_backend: ModuleType) -> None:
+    regions: list[bool] = []
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        regions.append(True)
+        yield
+
+    plan = plan_of(Problem([0], [5], 8, 2, 128, 128, page_size=16))
+    with allocated_in(region):
+        fake_backend.FlashInferAttnBackend(plan, "cpu")
+    fake_backend.FlashInferAttnBackend(plan, "cpu")
+    assert regions == [True]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])

@@ -29,7 +29,7 @@ CACHE_TYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 RANK, ROT = 512, 64
 PREFIX_LENS, NEW_LENS = [0, 37, 70, 64, 0], [40, 5, 1, 32, 1]
 HEADS = 3
-if not interpreter.INTERPRETED:
+if not interpreter.ON_CPU:
     PREFIX_LENS, NEW_LENS, HEADS = [0, 517, 1000, 64, 4096], [700, 130, 1, 512, 257], 16
 BF16_BOUND = 6e-3
 """Of outputs in bfloat16, over keys and values that were rounded to it."""
@@ -45,7 +45,7 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
 
 
 def tile_of(op: str, dims: tuple[int, int], cache: str = "bfloat16") -> AttentionTile:
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     return attention_tiles(op, *dims, cache, arch.features)[0]
 
 

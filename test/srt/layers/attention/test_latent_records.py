@@ -22,7 +22,7 @@ from srt.layers.attention.reference import relative_error
 
 BF16 = torch.bfloat16
 DEVICE = interpreter.DEVICE
-SLOTS = 300 if interpreter.INTERPRETED else 20_000
+SLOTS = 300 if interpreter.ON_CPU else 20_000
 V4, FLASH, DSA = (448, 64), (512, 0), (512, 64)
 SIZES = {(V4, 8): 592, (V4, 4): 384, (FLASH, 8): 528, (FLASH, 4): 288, (DSA, 4): 416}
 RECORDS = [LatentRecord(*dims, bits) for dims, bits in SIZES]
@@ -147,7 +147,7 @@ def check_attention(
     expected, expected_lse = out.double(), lse.double()
     scale = 0.05 / largest
     native_sparse_ops.attend_selected(q.double(), exact, expected, scale=scale, sinks=sink, lse=expected_lse)
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     name = {8: "fp8_e4m3", 4: "fp4_e2m1"}[record.bits]
     choice = attention_tiles("sparse_attention", record.dim, width, name, arch.features)[tile]
     options = {"scale": scale, "tile": choice, "num_sms": num_sms, "sinks": sink, "record": record}
@@ -182,7 +182,7 @@ def test_all_tokens_of_a_request_in_a_table() -> None:
     lens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     cache = native.pack_records(torch.randn(SLOTS, record.dim), record).to(DEVICE)[:, None]
     q = torch.randn(len(counts), heads, record.dim, device=DEVICE).to(BF16)
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     tile = attention_tiles("sparse_attention", *(record.dim, record.rank), "fp4_e2m1", arch.features)[0]
     chosen, wanted = Selection(table, lens, rows), torch.empty(len(counts), heads, record.rank, device=DEVICE)
     native_sparse_ops.attend_selected(q, [(cache, chosen)], wanted, scale=0.05, record=record)

@@ -36,7 +36,7 @@ def parts_of(p: Problem, count: int, first_token: int = 0) -> PrefixParts:
 
 @interpreter.kernel_test
 @pytest.mark.parametrize("count", [2, 7])
-@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80)] if interpreter.INTERPRETED else HEAD_DIMS)
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80)] if interpreter.ON_CPU else HEAD_DIMS)
 def test_parts_of_prefixes(head_dims: tuple[int, int], count: int) -> None:
     """More parts than some prefixes have tiles, and prefixes without a token."""
     p = extend_problem(head_dims)

@@ -32,14 +32,14 @@ from srt.layers.attention.reference import relative_error
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 BOUND = 2e-3
-NUM_SMS = 4 if interpreter.INTERPRETED else 100
+NUM_SMS = 4 if interpreter.ON_CPU else 100
 DEVICE = interpreter.DEVICE
-SLOTS = 700 if interpreter.INTERPRETED else 40_000
-CONTEXT = 320 if interpreter.INTERPRETED else 18_000
+SLOTS = 700 if interpreter.ON_CPU else 40_000
+CONTEXT = 320 if interpreter.ON_CPU else 18_000
 
 
 def tiles_of(op: str, dims: tuple[int, int], kv_dtype: str) -> tuple[dict[str, int], ...]:
-    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    arch = arch_by_name("sm_120") if interpreter.ON_CPU else current_arch()
     return attention_tiles(op, *dims, kv_dtype, arch.features)
 
 
@@ -163,7 +163,7 @@ def test_logits(
     assert torch.equal(~logits.isnan(), written)
     at = written[:, : entries.max_count]
     # Matrix units add products of e4m3 with fewer bits than fp32 has.
-    bound = 1e-3 if dtype == E4M3 and not interpreter.INTERPRETED else 1e-4
+    bound = 1e-3 if dtype == E4M3 and not interpreter.ON_CPU else 1e-4
     largest = expected[at].abs().max().item()
     torch.testing.assert_close(logits[:, : entries.max_count][at], expected[at], rtol=bound, atol=bound * largest)
 
@@ -219,7 +219,7 @@ def test_choices_are_exact_and_in_order(kind: str, top_k: int, tile: int) -> Non
 def test_choices_of_published_sizes(top_k: int) -> None:
     """Rows of up to a million logits natively."""
     torch.manual_seed(4)
-    counts = [top_k, 2500] if interpreter.INTERPRETED else [top_k + 1, 70_001, 1_000_000]
+    counts = [top_k, 2500] if interpreter.ON_CPU else [top_k + 1, 70_001, 1_000_000]
     table = torch.randperm(max(counts)).int()[None].to(DEVICE)
     rows = EntryRows(
         table,

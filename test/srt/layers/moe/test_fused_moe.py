@@ -19,7 +19,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, few_pairs, ti
 from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, expected, make_case, tile_configs_of
 
 DEVICE = interpreter.DEVICE
-HAS_NATIVE = interpreter.INTERPRETED or "block_scaled_mma" in current_arch().features
+HAS_NATIVE = interpreter.ON_CPU or "block_scaled_mma" in current_arch().features
 PLANES = ("int4_g32", "int4_g64", "int4_g128", "mxfp4", "mxfp4_mxfp8", "nvfp4")
 LAYOUTS = [
     *((None, frozenset()), *((name, frozenset()) for name in SCHEMES if SCHEMES[name].bits == 8 or name in PLANES)),

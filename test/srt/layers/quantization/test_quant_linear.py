@@ -62,7 +62,7 @@ def copy_of(weight: LinearWeight) -> LinearWeight:
 def runs_here(arch: ArchTraits) -> bool:
     """The interpreter runs everything."""
     packed = "block_scaled_mma" in arch.features
-    return interpreter.INTERPRETED or not packed or torch.cuda.get_device_capability() >= (10, 0)
+    return interpreter.ON_CPU or not packed or torch.cuda.get_device_capability() >= (10, 0)
 
 
 def activations(rows: int, cols: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: in
         parts = parts[:1]
     weight = weight_of(name, parts, cols)
     x = activations(rows, cols)
-    held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
+    held = pack(copy_of(weight), NATIVE if interpreter.ON_CPU else WIDENS)
     assert_close(many_rows(x, held, SMALL), expected(x, weight, held, rounded=True))
     assert_close(few_rows(x[:2], held, few_cut(held)), expected(x[:2], weight, held, rounded=False))
 
@@ -176,7 +176,7 @@ def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: in
 def test_weights_loaded_early_change_no_bit(name: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In as many steps as are loaded early and in more, the last of them cut short."""
     weight, x = weight_of(name, (8,), cols), activations(2, cols)
-    held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
+    held = pack(copy_of(weight), NATIVE if interpreter.ON_CPU else WIDENS)
     kind, tile = held.product.kind, linear_tiles.few_tile(held.product, 8)
     results = []
     for early in (0, 2, tile.early):
@@ -190,7 +190,7 @@ def test_weights_loaded_early_change_no_bit(name: str, cols: int, monkeypatch: p
 @pytest.mark.parametrize("name", ["fp8_block", "int8_channel", "nvfp4", "int8_g128"])
 def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(name, (96,), 1280)
-    held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
+    held = pack(copy_of(weight), NATIVE if interpreter.ON_CPU else WIDENS)
     x = activations(19, 1280)
     monkeypatch.setattr(linear_products, "num_splits", lambda *sizes: 5)  # more than are loaded at once
     first = many_rows(x, held, SMALL)

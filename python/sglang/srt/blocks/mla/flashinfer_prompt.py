@@ -32,6 +32,7 @@ from sglang.srt.layers.attention.flashinfer_backend import (
     library_kernels,
 )
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
+from sglang.srt.layers.attention.workspaces import zero_workspace
 
 if TYPE_CHECKING:
     from sglang.srt.blocks.mla.spec import MLA
@@ -58,7 +59,7 @@ class FlashInferLatentPrompt:
     def __init__(self, plan: Plan, spec: MLA, device: torch.device | str) -> None:
         self.spec, self.dtype, self.kernels = spec, getattr(torch, plan.dtype), library_kernels(plan.arch)
         self.heads = spec.shares(plan.ranks.attn_tp_size).padded_heads
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = zero_workspace(WORKSPACE_BYTES, device)
         self.device = workspace.device
         lists = torch.empty((PLANS_AT_ONCE * (1 + MAX_CHUNKS), LIST_BYTES), dtype=torch.uint8, device=device)
         self._wrappers = itertools.cycle([_planned(workspace, each, self.kernels) for each in lists])

@@ -19,6 +19,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
 from sglang.srt.layers.attention.page_table import Pages, gather_pages
+from sglang.srt.layers.attention.workspaces import zero_workspace
 from sglang.srt.mem_cache.memory_pool import storage_dtype
 from sglang.srt.plan.caches import row_tables
 
@@ -100,7 +101,7 @@ class FlashInferAttnBackend:
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
         self._plan = plan
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = zero_workspace(WORKSPACE_BYTES, device)
 
     def decode_builder(self, site: AttentionSite) -> FlashInferDecode:
         return FlashInferDecode(_SiteOptions(self._plan, site), self._workspace)

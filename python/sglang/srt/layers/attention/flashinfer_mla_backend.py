@@ -27,6 +27,7 @@ from sglang.srt.layers.attention.flashinfer_backend import (
     library_kernels,
 )
 from sglang.srt.layers.attention.page_table import gather_pages
+from sglang.srt.layers.attention.workspaces import zero_workspace
 from sglang.srt.mem_cache.memory_pool import storage_dtype
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class FlashInferMLABackend:
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
         self._plan = plan
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = zero_workspace(WORKSPACE_BYTES, device)
 
     def decode_builder(self, site: AttentionSite) -> FlashInferMLADecode:
         return FlashInferMLADecode(_Options(self._plan, site.shape, self._plan.page_size), self._workspace)

@@ -1,0 +1,90 @@
+"""Executes every launch of a process, and notes what was executed: a line for each form of a kernel's launches.
+
+`scripts/execute_kernels.py` runs the kernels' tests so, each against the reference of its op, and makes
+`executed.json` of the lines.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sglang.ledger.launch_form import Form, form_of, kernel_name
+from sglang.ledger.ptx.driver import Launch, executing
+
+NOTES = "SGLANG_EXECUTE_NOTES"
+"""Names the file to which a process adds its lines when it ends."""
+RECORD = Path(__file__).parents[1] / "executed.json"
+_forever: list[object] = []
+
+
+Line = dict[str, Any]
+"""What is noted of a form: its kernel, the ledger's row that covers it, and what its launches did."""
+
+
+def execute_all_launches(arch: str) -> None:
+    """Executes Triton's launches of this process from now on, as on `arch`; notes them if the environment says so."""
+    path = os.environ.get(NOTES)
+    lines: dict[str, Line] = {}
+
+    def note(launch: Launch) -> None:
+        key = launch.metadata.hash
+        if key not in lines:
+            lines[key] = line_of(launch)
+        line, done = lines[key], launch.done
+        line["launches"] += 1
+        line["blocks"] += launch.grid[0] * launch.grid[1] * launch.grid[2]
+        line["bytes"] += done.bytes_read + done.bytes_written
+        for form, count in done.instructions.items():
+            line["instructions"][form] = line["instructions"].get(form, 0) + count
+
+    context = executing(arch, note if path else None)
+    context.__enter__()
+    _forever.append(context)  # it would end with the last reference
+    if path:
+        atexit.register(lambda: _write(lines, Path(path)))
+
+
+def form_of_launch(launch: Launch) -> Form:
+    """Returns the form that the ledger compares with its rows."""
+    source = launch.source
+    compiled = {
+        "constants": source.constants,
+        "signature": source.signature,
+        "configs": [source.attrs],
+        "num_warps": launch.metadata.num_warps,
+        "num_stages": launch.metadata.num_stages,
+    }
+    return form_of(source.fn, compiled)
+
+
+def _write(lines: dict[str, Line], path: Path) -> None:
+    with path.open("a") as file:
+        for line in lines.values():
+            file.write(json.dumps(line) + "\n")
+
+
+def line_of(launch: Launch) -> Line:
+    """Returns the line of a form before its first launch."""
+    form = form_of_launch(launch)
+    row = _rows().row_of(form)
+    return {
+        "kernel": kernel_name(form.fn),
+        "form": launch.metadata.hash[:12],
+        "row": "/".join(row) if row else "",
+        "launches": 0,
+        "blocks": 0,
+        "bytes": 0,
+        "instructions": {},
+    }
+
+
+@functools.cache
+def _rows() -> Any:
+    from sglang.ledger.coverage import coverage
+
+    return coverage("sm120")

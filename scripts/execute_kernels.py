@@ -1,0 +1,104 @@
+"""Runs the kernels' tests with Triton's code for SM120 executed on this CPU, instruction by instruction. No GPU.
+
+    python scripts/execute_kernels.py                       # every file of kernel tests; an hour or more of one core
+    python scripts/execute_kernels.py test/srt/layers/test_gemv.py
+    python scripts/execute_kernels.py --page                # writes docs/executed.md of the record
+
+Prints which tests failed, and adds to `python/sglang/ledger/executed.json` what was executed in tests that passed:
+launches of each kernel, and the ledger's rows that cover them. Each test compares with the reference of its op.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
+
+from sglang.ledger.ptx.record import NOTES, RECORD  # noqa: E402
+
+MARK = "interpreter.kernel_test"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="files of kernel tests; none: all of them")
+    parser.add_argument("-k", dest="chosen", default="", help="only these tests, as pytest has it; nothing is recorded")
+    parser.add_argument("--limit", type=int, default=3600, help="seconds for a file; tests that are not begun are left")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    args = parser.parse_args(argv)
+    if args.page:
+        import executed_page
+
+        executed_page.write()
+        return 0
+    files = [Path(name).resolve().relative_to(ROOT).as_posix() for name in args.files] or kernel_tests()
+    failed = [file for file in files if not run(file, args.chosen, args.limit)]
+    print("\n".join(["failed:", *failed]) if failed else "all passed")
+    return 1 if failed else 0
+
+
+def kernel_tests() -> list[str]:
+    """Returns the files with tests of kernels, by their path in the repository."""
+    files = sorted((ROOT / "test" / "srt").rglob("test_*.py"))
+    return [file.relative_to(ROOT).as_posix() for file in files if MARK in file.read_text()]
+
+
+def run(file: str, chosen: str, limit: int) -> bool:
+    """Runs one file and records it. Returns whether its tests passed."""
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        environment = os.environ | {
+            "SGLANG_EXECUTE_PTX": "sm_120", NOTES: str(notes), "TRITON_DEFAULT_FP_FUSION": "1",
+            "PYTHONPATH": str(ROOT / "python"),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:randomly", "-rf", "--tb=short", file]
+        command += ["-m", "not thorough", *(["-k", chosen] if chosen else [])]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        try:
+            status, whole = process.wait(limit), True
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # what was executed so far is noted
+            status, whole = process.wait(), False
+        lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+    passed = status == 0 or (not whole and status == 2)
+    if not chosen:
+        record(file, lines, passed, whole)
+    return passed
+
+
+def record(file: str, lines: list[dict[str, Any]], passed: bool, whole: bool) -> None:
+    """Writes what one file executed in place of what it had executed before."""
+    content: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    kernels: dict[str, Any] = {}
+    for line in lines:
+        one = kernels.setdefault(line["kernel"], {"forms": 0, "launches": 0, "blocks": 0, "lanes": 0, "rows": []})
+        one["forms"] += 1
+        one["launches"] += line["launches"]
+        one["blocks"] += line["blocks"]
+        one["lanes"] += sum(line["instructions"].values())
+        if line["row"] and line["row"] not in one["rows"]:
+            one["rows"].append(line["row"])
+    for one in kernels.values():
+        one["rows"].sort()
+    forms = sorted({form for line in lines for form in line["instructions"]})
+    result = "passed" if passed and whole else "passed in part" if passed else "failed"
+    date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    content[file] = {"date": date, "result": result, "kernels": kernels, "instructions": forms}
+    parts = [f" {json.dumps(name)}: {json.dumps(content[name])}" for name in sorted(content)]
+    RECORD.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

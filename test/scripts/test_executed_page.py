@@ -1,0 +1,19 @@
+"""docs/executed.md says what the record says, and the record is of kernels and tests that there are."""
+
+from __future__ import annotations
+
+import json
+
+import executed_page
+from execute_kernels import RECORD, ROOT, kernel_tests
+
+
+def test_page_is_current() -> None:
+    assert executed_page.PAGE.read_text() == executed_page.page(), "run python scripts/execute_kernels.py --page"
+
+
+def test_record_is_of_what_there_is() -> None:
+    record = json.loads(RECORD.read_text())
+    assert set(record) <= set(kernel_tests())
+    assert all((ROOT / file).exists() for file in record)
+    assert any(entry["kernels"] for entry in record.values())
