@@ -48,12 +48,15 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
         "rank_pattern": {"^model.layers.1.self_attn.q_proj": 2},
     },
     "one layer": {"r": 8, "target_modules": ATTENTION, "layers_to_transform": [1]},
+    "DoRA": {"r": 8, "target_modules": [*ATTENTION, *DENSE], "use_dora": True},
+    "DoRA, rslora": {"r": 5, "target_modules": ["q_proj", "down_proj"], "use_dora": True, "use_rslora": True},
     "a pattern, without o_proj": {"r": 8, "target_modules": r".*self_attn\..*_proj", "exclude_modules": ["o_proj"]},
 }  # fmt: skip
 ENDS: Mapping[str, Mapping[str, Any]] = {
     "embedding": {"r": 8, "target_modules": ["embed_tokens"]},
     "output head": {"r": 8, "target_modules": ["lm_head"], "use_rslora": True},
     "embedding, output head and attention": {"r": 4, "target_modules": ["embed_tokens", "lm_head", *ATTENTION]},
+    "DoRA of the output head": {"r": 8, "target_modules": ["lm_head"], "use_dora": True},
     "embedding, tied": {"r": 8, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
 }
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -84,6 +87,8 @@ def made(base: torch.nn.Module, form: Mapping[str, Any], folder: Path, seed: int
         for name, weight in model.named_parameters():
             if "lora_B" in name or "lora_embedding" in name:
                 weight.normal_(0, 0.1 * weight.shape[1] ** -0.5)
+            elif "lora_magnitude" in name:
+                weight.mul_(torch.rand_like(weight) + 0.5)
     model.save_pretrained(folder)
     return model
 
@@ -120,9 +125,13 @@ def served(scheduler: Scheduler, adapter: str, folder: Path, prompts: list[list[
 def compare(name: str, folder: Path) -> int:
     """Prints a row for each form of a model. Returns how many tokens differ."""
     base = save_tiny(name, folder / "model")
+    paths = {form: folder / f"{number}" for number, form in enumerate(MODELS[name])}
+    trained = {form: made(base, MODELS[name][form], paths[form], number) for number, form in enumerate(paths)}
+    scaled = [str(path) for form, path in paths.items() if MODELS[name][form].get("use_dora")]
     args = ServerArgs.from_kwargs(
         model_path=str(folder / "model"), device="cpu", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=64,
         lora_target_modules=["all"], max_total_tokens=4096, max_running_requests=8, disable_shared_experts_fusion=True,
+        lora_paths=scaled[:1] or None,
     )  # fmt: skip
     scheduler = Scheduler(args, create_runner(args), StopChecker(None))
     prompts = [
@@ -130,9 +139,8 @@ def compare(name: str, folder: Path) -> int:
         for seed in range(PROMPTS)
     ]
     alone, wrong = [greedy(base, ids)[0] for ids in prompts], 0
-    for number, (form, options) in enumerate(MODELS[name].items()):
-        path = folder / f"{number}"
-        model = made(base, options, path, number)
+    for form, path in paths.items():
+        model = trained[form]
         beside = [greedy(model, ids) for ids in prompts]
         merged = [greedy(model.merge_and_unload(), ids)[0] for ids in prompts]
         collector = served(scheduler, content_id(path), path, prompts)

@@ -78,6 +78,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "Models and weights": (
         Feature("Quantized weights", "--quantization", "quantization.md", "`--quantization`"),
         Feature("FP8 and FP4 KV cache", "--kv-cache-dtype", "quantization.md#kv-cache", "`--kv-cache-dtype`"),
+        Feature(
+            "Scales of the KV cache in a file",
+            "--quantization-param-path",
+            "quantization.md#scales-of-the-cache",
+            "in checkpoints only",
+        ),
         Feature("LoRA adapters", "--enable-lora", "lora.md", "`--enable-lora`"),
         Feature("Images and video", "--limit-mm-data-per-request", "multimodal.md", "`--limit-mm-per-prompt`"),
         Feature(

@@ -109,6 +109,7 @@ KINDS: Mapping[str, Kind] = {
     "Kimi delta": Kind("kimi_linear", "Kimi delta", "one KV head, experts, states", **ALIKE, **EVEN),
     "Mamba-2": Kind("nemotron_h", "Mamba-2", "experts, states", **EVEN),
     "Mamba-2, latent experts": Kind("nemotron_h_latent", "Mamba-2", "experts, states, own sums, for ranks", **EVEN),
+    "Mamba-2, experts by layer": Kind("nemotron_h_puzzle", "Mamba-2", "repeats, experts, states", **EVEN),
 }
 """By name. Tags beside the attention:
 

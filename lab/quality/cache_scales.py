@@ -1,9 +1,9 @@
 """python lab/quality/cache_scales.py --model-path smollm2 --out DIR: what scales of an FP8 KV cache change.
 
 Prints the perplexity, the divergence from 16 bits and the share of equal likeliest tokens, as `lab/quality` measures
-them, on this machine's processor: with a scale of 1, with calibrated scales by layer, and with a scale for each head,
-which only the kernels of CPUs can be given. Then the same for the model with values 2^14 times smaller and an output
-projection as many times larger: in 16 bits it is the same model, and in e4m3 its values have no digits without a scale.
+them: with a scale of 1, with calibrated scales by layer and, on a CPU, whose kernels can be given them, with a scale
+for each head. Then the same for the model with values 2^14 times smaller and an output projection as many times larger:
+in 16 bits it is the same model, and in e4m3 its values have no digits without a scale.
 """
 
 from __future__ import annotations
@@ -52,16 +52,19 @@ def give_heads_their_scales(model: Model, cache: Mapping[str, Any]) -> None:
         )
 
 
-def forms(folder: Path, prompts: str, tokens: int) -> Iterator[tuple[str, dict[str, Any], Mapping[str, Any] | None]]:
+def forms(
+    folder: Path, prompts: str, tokens: int, device: str
+) -> Iterator[tuple[str, dict[str, Any], Mapping[str, Any] | None]]:
     """Yields what is measured of a checkpoint: its name, the server's flags, and the scales of heads."""
     yield "16 bits", {}, None
     fp8 = {"kv_cache_dtype": "fp8_e4m3"}
     yield "FP8, scale 1", fp8, None
-    content = calibrate_caches(str(folder), prompts, tokens, "cpu").to_json(by_head=True)
+    content = calibrate_caches(str(folder), prompts, tokens, device).to_json(by_head=True)
     file = folder.with_suffix(".scales.json")
     file.write_text(json.dumps(content))
     yield "FP8, by layer", fp8 | {"quantization_param_path": str(file)}, None
-    yield "FP8, by head", fp8 | {"quantization_param_path": str(file)}, content["kv_cache"]
+    if device == "cpu":
+        yield "FP8, by head", fp8 | {"quantization_param_path": str(file)}, content["kv_cache"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True, help="a model in 16 bits or GGUF whose head is its embedding")
     parser.add_argument("--out", required=True, help="directory for checkpoints and texts")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--calibration-tokens", type=int, default=4096)
     args = parser.parse_args(argv)
@@ -80,15 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts, known = str(texts.calibration_file(Path(args.out))), None
     with torch.inference_mode():
         for folder in (plain, small):
-            for name, flags, heads in forms(folder, prompts, args.calibration_tokens):
-                model = Model(str(folder), flags, -(-args.tokens // WINDOW), WINDOW)
+            for name, flags, heads in forms(folder, prompts, args.calibration_tokens, args.device):
+                model = Model(str(folder), flags, -(-args.tokens // WINDOW), WINDOW, device=args.device)
                 if heads is not None:
                     give_heads_their_scales(model, heads)
                 text = texts.measured_text(Path(args.out))
                 windows = texts.windows(model.tokenizer, text, args.tokens, WINDOW)
                 hidden = torch.cat([states[:-1] for states in model.hidden_states(windows, CHUNK)])
+                hidden = hidden.to(model.head.device)
                 known = known or head.make_reference(hidden, model.head)
-                following = torch.tensor([ids[1:] for ids in windows]).flatten()
+                following = torch.tensor([ids[1:] for ids in windows], device=hidden.device).flatten()
                 scores = head.score(hidden, following, model.head, known)
                 perplexity = scores.logprobs.double().mean().neg().exp().item()
                 divergence, same = scores.divergence.double().mean().item(), scores.same.double().mean().item()

@@ -22,6 +22,7 @@ usage: sglang COMMAND [options]
   generate   print how a model continues one text; no chat template is applied
   plan       print the memory and the speed of a model on some GPUs, layout by layout; needs no GPU
   bench      benchmarks: serving, one-batch, offline, sweep, report
+  tune       measure on this GPU which kernels and tiles a model should use here
   doctor     look for problems that make a server on this machine hang, slow down or not start
   version    print the version
 
@@ -139,6 +140,12 @@ def run_doctor(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def run_tune(argv: Sequence[str]) -> int:
+    from sglang.measuring.command import run_tune as run
+
+    return run(argv)
+
+
 def run_bench(argv: Sequence[str]) -> int:
     from sglang.bench.command import run_bench as run
 
@@ -156,6 +163,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "serve": run_serve,
     "generate": run_generate,
     "plan": run_plan,
+    "tune": run_tune,
     "doctor": run_doctor,
     "bench": run_bench,
     "version": run_version,

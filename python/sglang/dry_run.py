@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from sglang.explain import explain, to_text
+from sglang.plan.measured_times import measured_choices
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.openai.built_in_templates import model_template
 from sglang.srt.entrypoints.openai.chat_template import read_template_file
@@ -30,7 +31,8 @@ def dry_run(args: ServerArgs) -> None:
         check_gpus(args, device_count())
     gpus = range(node.first_gpu, node.first_gpu + len(node.ranks) * args.dp_size)
     free = min(free_memory_bytes(gpu, arch.unified_memory) for gpu in gpus) if here else None
-    explanation = explain(args, arch, packages, free)
+    measured = measured_choices(args, None, here)
+    explanation = explain(args, arch, packages, free, measured=measured)
     explanation.model.require_served()
     if explanation.problem is not None:
         raise UserError(explanation.problem)

@@ -15,10 +15,12 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from sglang.plan.floors import StepFloors
 from sglang.plan.host_memory import UNBOUNDED, UNKNOWN, HostMemory, Machine
+from sglang.plan.measured_times import measured_choices
 from sglang.srt.configs.fused_projections import with_tp_blocks
 from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
 from sglang.srt.configs.model_config import ModelConfig
@@ -29,6 +31,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.hardware.common_traits import common_traits
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
+from sglang.srt.kernels.measured.choices import NOT_MEASURED, MeasuredChoices
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.kernels.tile_configs import OpTileConfigs
 from sglang.srt.plan.caches import CacheGroup, cache_groups
@@ -143,12 +146,14 @@ def explain(
     available: int | None = None,
     advises: bool = True,
     machine: Machine = UNKNOWN,
+    measured: MeasuredChoices = NOT_MEASURED,
 ) -> Explanation:
     """Plans a model for a GPU and collects the choices.
 
         packages: optional packages to count on
         available: bytes free on a GPU; None: the usual share of its memory
         advises: looks for flags that help where a model does not fit, which takes many plans
+        measured: what was measured on the GPU
 
     Raises UserError for a model or configuration that cannot be read. What keeps a server from starting is in the
     result.
@@ -165,7 +170,7 @@ def explain(
     config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
     planner = ModelPlanner(
         args, config_of_model, arch, free, packages, served=not not_implemented, advises=advises,
-        main_memory=machine.main_memory,
+        main_memory=machine.main_memory, measured=measured,
     )  # fmt: skip
 
     nothing = Explanation(arch, model, parallel.kv_dtype, parallel, args.dp_size, not_implemented)
@@ -177,7 +182,7 @@ def explain(
     draft = planner.draft(model)
     needs = needs_with_draft(rank_weights(model, parallel.ranks), draft, parallel)
     needs += verify_needs(args, parallel.dtype)
-    chosen = choose_kernels(args, needs, arch, packages)
+    chosen = choose_kernels(args, needs, arch, packages, measured)
     plan, notes, unfit, host = None, chosen.notes, None, None
     if arch.device != "cpu":
         try:
@@ -198,7 +203,7 @@ def explain(
         width=1 if settings is None else settings.num_draft_tokens,
         groups=cache_groups(with_draft_layers(model, draft), parallel),
         outcomes=chosen.outcomes,
-        tile_configs=make_tile_configs((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
+        tile_configs=make_tile_configs(chosen.chosen().values(), arch, measured),
         plan=plan,
         host=host,
         notes=(*notes, uneven) if uneven else notes,
@@ -276,7 +281,7 @@ def _plan(
         plan = make_plan(
             planner.args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises,
             host_bytes=UNBOUNDED if unasked and machine.host_bytes is None else machine.host_bytes,
-            tier_unasked=unasked, main_memory=machine.main_memory,
+            tier_unasked=unasked, main_memory=machine.main_memory, measured=planner.measured,
         )  # fmt: skip
         host = None if plan.host_cache is None else HostMemory(plan.host_cache, machine, unasked)
         described = {key: value for key, value in plan.describe().items() if key not in ("kernels", "host_cache")}
@@ -335,12 +340,18 @@ def _op_json(outcome: Choice | NoKernel, tile_configs: Mapping[str, OpTileConfig
         "remark": outcome.remark,
         "tile": dict(outcome.tile) if outcome.tile else None,
         "tiles": tile_configs[outcome.need.key].to_json() if outcome.need.key in tile_configs else [],
+        **_measured_json(tile_configs.get(outcome.need.key)),
         "smem": record.smem if record else None,
         "registers": record.registers if record else None,
         "spills": record.spills if record else None,
         "mma": list(record.mma) if record else [],
         "not_chosen": rejected,
     }
+
+
+def _measured_json(tile_configs: OpTileConfigs | None) -> dict[str, list[str]]:
+    lines = () if tile_configs is None else tile_configs.measured
+    return {"measured": list(lines)} if lines else {}
 
 
 def to_text(explanation: Explanation) -> str:
@@ -425,7 +436,7 @@ def _details(outcome: Choice | NoKernel, tile_configs: OpTileConfigs | None) -> 
     if isinstance(outcome, Choice) and outcome.remark:
         texts.append(f"how: {outcome.remark}")
     if isinstance(outcome, Choice) and outcome.spec.configs and tile_configs is not None:
-        texts += tile_configs.describe()
+        texts += [*tile_configs.describe(), *tile_configs.measured]
     if entries:
         texts.append("not chosen: " + " | ".join(entries))
     return [
@@ -453,6 +464,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="main memory that is free on the machine")
     parser.add_argument(
         "--numa-nodes", type=int, default=1, metavar="N", help="of the machine, with its GPUs shared out"
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE", help="count on the times in this file, which `sglang tune` wrote"
     )
     parser.add_argument("--time", action="store_true", help="predict the time of steps, op by op")
     parser.add_argument("--time-context", type=int, default=CONTEXT, metavar="TOKENS", help="that requests have")
@@ -482,6 +496,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arch,
             frozenset({"triton", *options.with_package}),
             machine=_machine(options.host_memory, options.numa_nodes),
+            measured=measured_choices(args, options.measured, options.arch is None and arch.device == "cuda"),
         )
         if not 1 <= options.time_context <= MAX_SIZE:
             raise UserError(f"--time-context {options.time_context}: must be 1 to {MAX_SIZE:,} tokens.")

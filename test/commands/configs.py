@@ -173,6 +173,33 @@ def mimo_draft(hidden: int, heads: int, layers: list[int], mask_token: int) -> C
     }
 
 
+def laguna_draft() -> Config:
+    """The DFlash draft of Laguna-XS-2.1, as wide as its file says; which layers it reads is not known here."""
+    return {
+        "architectures": ["DFlashLagunaForCausalLM"],
+        "model_type": "laguna",
+        "dtype": "bfloat16",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "gating": "per-head",
+        "hidden_act": "silu",
+        "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 262144,
+        "vocab_size": 100352,
+        "draft_vocab_size": 100352,
+        "dflash_config": {
+            "mask_token_id": 12, "target_layer_ids": [1, 10, 19, 29, 38], "block_size": 16, "causal": True,
+        },
+    }  # fmt: skip
+
+
 def dflash2_draft(target: str, layers: list[int], rows: int, mask_token: int) -> Config:
     """A DFlash 2 draft of z-lab's form for a model whose text has the hidden size and the vocabulary."""
     text = _published(target)
@@ -221,6 +248,23 @@ _LING_INT4: Config = {
     },
     "ignore": ["lm_head", "re:.*attention.*", "re:.*mlp.gate$", "re:.*shared_experts.*", "re:.*layers.[01].mlp.*"],
 }
+
+
+def _puzzle() -> Config:
+    """Nemotron-Labs-3-Puzzle with routed experts in NVFP4, and Mamba-2 and shared experts in FP8."""
+    config, layers = _published("NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16"), {}
+    formats = {
+        "mamba": {"mixer.in_proj": "FP8", "mixer.out_proj": "FP8"},
+        "moe": {"mixer.experts": "NVFP4", "mixer.shared_experts": "FP8"},
+        "attention": {},
+    }
+    for i, block in enumerate(config["block_configs"]):
+        for module, algorithm in formats[block["block_type"]].items():
+            layers[f"model.layers.{i}.{module}"] = {"quant_algo": algorithm} | (
+                {"group_size": 16} if algorithm == "NVFP4" else {}
+            )
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    return {**config, "quantization_config": quantization}
 
 
 def _in_16_bits(name: str) -> Config:
@@ -289,6 +333,7 @@ CONFIGS: dict[str, Config] = {
         "quantization_config": {**_LING_FP8, "routed_experts_quant_method": "mxfp4", "scale_fmt": "ue8m0"},
     },
     "Ling-3.0-flash-int4": {**_published("Ling-3.0-flash"), "quantization_config": _LING_INT4},
+    "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4": _puzzle(),
     "Kimi-Linear-48B-A3B-FP8": _kimi_linear({**_FP8_BLOCKS, "modules_to_not_convert": _KIMI_KEPT[:2]}),
     "Kimi-Linear-48B-A3B-NVFP4": _kimi_linear(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"*{name}*" for name in _KIMI_KEPT]}

@@ -10,7 +10,7 @@ import json
 import shlex
 from pathlib import Path
 
-from commands.configs import dflash2_draft, mimo_draft
+from commands.configs import dflash2_draft, laguna_draft, mimo_draft
 
 COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
 NOT_SERVED = ("k3",)
@@ -45,6 +45,7 @@ BRINGS_DSPARK = {
 }
 """Keys that the config of DeepSeek-V4-Flash-0731 has beside those of the model."""
 DRAFTS = {
+    "poolside/Laguna-XS-2.1-DFlash": laguna_draft(),
     "XiaomiMiMo/MiMo-V2.6-Flash-RL/dflash": mimo_draft(4096, 64, [0, 11, 23, 35, 47], 151675),
     "XiaomiMiMo/MiMo-V2.6-Pro-RL/dflash": mimo_draft(6144, 128, [0, 15, 31, 47, 69], 151669),
     "/model_dflash": dflash2_draft("Qwen3.6-27B-NVFP4", [1, 16, 31, 46, 61], 9, 248070),
@@ -83,9 +84,14 @@ DRAFTS = {
 """Configs of the form that such drafts have; the widths of this one are not known here."""
 
 
-def draft_checkpoint(name: str, folder: Path) -> str:
+def draft_checkpoint(name: str, folder: Path, num_layers: int) -> str:
+    """Writes a draft for a model of `num_layers`, which may be cut: of the layers that it reads, it reads those."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(DRAFTS[name]))
+    config = dict(DRAFTS[name])
+    if "dflash_config" in config:
+        read = [layer for layer in config["dflash_config"]["target_layer_ids"] if layer < num_layers]
+        config["dflash_config"] = config["dflash_config"] | {"target_layer_ids": read}
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
@@ -95,10 +101,11 @@ def words_of(name: str, model: Path, folder: Path) -> list[str]:
     words = shlex.split(COMMANDS[name]["flags"])
     argv = ["--model-path", str(model)]
     text = (model / "config.json").read_text()
-    brings_draft = "dspark_block_size" in text
+    config, brings_draft = json.loads(text), "dspark_block_size" in text
+    inner = config.get("text_config", config)
+    layers = inner.get("num_hidden_layers") or inner.get("num_layers") or 0
     if "DSPARK" in words and "--speculative-draft-model-path" not in words and not brings_draft:
-        layers = json.loads(text)["num_hidden_layers"]
         draft = {**BRINGS_DSPARK, "dspark_target_layer_ids": [layers - 3, layers - 2, layers - 1]}
         argv += ["--json-model-override-args", json.dumps(draft)]
-    words = [draft_checkpoint(word, folder) if word in DRAFTS else word for word in words]
+    words = [draft_checkpoint(word, folder, layers) if word in DRAFTS else word for word in words]
     return [*argv, *words, *STAND_INS.get(name, [])]

@@ -53,6 +53,7 @@ CONFIGS = {
     "Gemma-4-26B-A4B-NVFP4": "Gemma-4-26B-A4B-NVFP4",
     "Nemotron-3-Nano-30B-A3B-NVFP4": "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
     "Nemotron-3-Super-120B-A12B-NVFP4": "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+    "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4": "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4",
     "DeepSeek-V3.2": "deepseek_v32",
     "DeepSeek-V4-Flash": "deepseek_v4",
     "DeepSeek-V4.1-Flash": "DeepSeek-V4.1-Flash",
@@ -61,6 +62,7 @@ CONFIGS = {
     "Muse-Glimmer-30B": "Muse-Glimmer-30B",
     "Step-3.5-Flash-FP8": "Step-3.5-Flash-FP8",
     "Step-3.7-Flash-NVFP4": "Step-3.7-Flash-NVFP4",
+    "Step-5-Preview": "Step-5-Preview",
     "GLM-5.3-NVFP4": "GLM-5.3-NVFP4",
     "GLM-5-NVFP4": "GLM-5-NVFP4",
     "GLM-5.3-Flash-NVFP4": "GLM-5.3-Flash-NVFP4",
@@ -82,6 +84,7 @@ OTHER_NAMES = {
     "Ministral-3-8B (text)": "Ministral-3-8B-Reasoning-2512",
     "Nemotron-3-Nano-30B-A3B-NVFP4": "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
     "Nemotron-3-Super-120B-A12B-NVFP4": "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+    "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4": "NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4",
 }
 """Of checkpoints in commands, where the table calls the model otherwise."""
 NO_COMMAND = {

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang.measuring.card_records import card_record
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import (
     ArchTraits,
@@ -28,6 +29,9 @@ from sglang.srt.hardware.arch import (
     device_name,
     free_memory_bytes,
 )
+from sglang.srt.kernels.measured.records import Records, Setting, to_bytes
+from sglang.srt.kernels.measured.setting import setting_here
+from sglang.srt.kernels.measured.store import add, read
 from sglang.tuning.best_times import best
 from sglang.tuning.ops import Op, describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
@@ -200,6 +204,24 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     }
 
 
+def records_of(rows: Sequence[Row], arch: ArchTraits) -> Records:
+    """Returns the rows of products as records, which `sglang tune` writes, too."""
+    records = (
+        card_record(parse_shape(row.shape), arch, row.measured / 1e6, row.predicted and row.predicted / 1e6)
+        for row in rows
+        if row.measured
+    )
+    return {(record.question, record.candidate): record for record in records if record is not None}
+
+
+def _keep(setting: Setting, records: Records) -> None:
+    """Adds records to the cache but for those that it has: they may be of several rounds."""
+    known = read(setting)
+    problem = add(setting, [record for key, record in records.items() if key not in known])
+    if problem is not None:
+        print(f"The times could not be kept beside those of `sglang tune`: {problem}", file=sys.stderr)
+
+
 def card_facts(arch: ArchTraits) -> dict[str, Any]:
     """Returns facts of the card and the software for readers of the file."""
     facts: dict[str, Any] = {
@@ -251,12 +273,17 @@ def _run(options: argparse.Namespace, measure: Measure, clock: Callable[[], floa
     print(HEAD[0].ljust(width) + "".join(f"  {name:>10}" for name in HEAD[1:]))
     rows: list[Row] = []
     facts = card_facts(arch)
+    setting = setting_here(0) if cuda_available() and not options.arch else None
     for row in measured_rows(wanted, arch, measure, options.budget, clock):
         print(line(row, width), flush=True)
         rows.append(row)
         # After each row, so that a run that is stopped keeps what it has.
         report = {"card": facts, "summary": summary(rows), "rows": [asdict(row) for row in rows]}
+        if setting is not None:
+            report["measured"] = json.loads(to_bytes(setting, records_of(rows, arch)))
         options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if setting is not None:
+        _keep(setting, records_of(rows, arch))
     for op, figures in summary(rows).items():
         ratio = f"measured / predicted {figures['measured_over_predicted']:.2f}, rms {figures['rms']:.2f}"
         print(f"{op}: {ratio}, {figures['rows']} shapes")

@@ -12,6 +12,7 @@ usage: sglang bench COMMAND [options]
   one-batch  latency of one batch, without a server (python -m sglang.bench_one_batch)
   offline    throughput of the engine in-process (python -m sglang.bench_offline_throughput)
   sweep      concurrencies x lengths x servers, into a file that an interrupted sweep goes on from
+  card       times of this server's kernels on this card, beside predictions (python -m sglang.bench.card)
   report     charts of such files, in one HTML page and as a PDF
 
 `sglang bench COMMAND --help` explains a command.
@@ -48,11 +49,18 @@ def _report(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _card(argv: Sequence[str]) -> int:
+    from sglang.bench.card import main
+
+    return main(argv)
+
+
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "serving": _serving,
     "one-batch": _one_batch,
     "offline": _offline,
     "sweep": _sweep,
+    "card": _card,
     "report": _report,
 }
 

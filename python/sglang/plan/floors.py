@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -158,29 +159,26 @@ class StepFloors:
     def _elements(self) -> Mapping[str, float]:
         """Elements of the weights that every token is multiplied with, without the output head, by the need's key."""
         totals: dict[str, float] = {}
-        for matrix, quant in self._held.matrices():
+        for matrix, quant, experts in self._held.matrices_of_layers():
             key = "fused_moe" if matrix.experts else f"linear/{quant.scheme}" if quant else "linear"
-            times = self._chosen_experts if matrix.experts else 1
+            times = self._chosen(experts) if matrix.experts and experts is not None else 1
             totals[key] = totals.get(key, 0.0) + float(matrix.rows * matrix.cols * times)
         return totals
 
-    @cached_property
-    def _chosen_experts(self) -> float:
-        """Average number of a token's experts on this rank."""
-        experts = self.model.experts
-        return 0 if experts is None else experts.top_k / self.parallel.ranks.ep_size + experts.fused_shared
+    def _chosen(self, experts: MoE) -> float:
+        """Returns the average number of a token's experts of a layer on this rank."""
+        return experts.top_k / self.parallel.ranks.ep_size + experts.fused_shared
 
     def _weight_bytes(self, num_tokens: int) -> float:
         """Returns the bytes of weights that a step reads; of the experts those that some token is expected to
         choose."""
         total = float(matrix_bytes(self._head, self.model.head_quant, self._item))
-        for matrix, quant in self._held.matrices():
+        for matrix, quant, experts in self._held.matrices_of_layers():
             size = matrix_bytes(matrix, quant, self._item if matrix.dtype is None else KV_DTYPE_BYTES[matrix.dtype])
-            total += size * self._share_read(matrix, num_tokens)
+            total += size * self._share_read(matrix, experts, num_tokens)
         return total
 
-    def _share_read(self, matrix: Matrix, num_tokens: int) -> float:
-        experts = self.model.experts
+    def _share_read(self, matrix: Matrix, experts: MoE | None, num_tokens: int) -> float:
         if not matrix.experts or experts is None:
             return 1.0
         used, _ = used_blocks(num_tokens, experts.num_experts, experts.top_k, 16)

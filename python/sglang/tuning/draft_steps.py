@@ -15,7 +15,6 @@ from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.layer_spec import LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.weight_spec import Matrix
 from sglang.tuning.ops import Elementwise, Linear, Op
 from sglang.tuning.step import Step, decode_step
@@ -87,9 +86,9 @@ def _pass(
     yield "embedding", Elementwise("embedding", 4.0 * step.tokens * model.hidden_size)
     for matrix in _matrices(draft):
         yield matrix.name, Linear(step.tokens, matrix.rows, matrix.cols)
-    rows, quant = expert_rows(model, parallel.ranks), model.expert_quant
+    quant = model.expert_quant
     for i, layer in enumerate(layers, first):
-        yield from layer_ops(model, i, layer, parallel, step, rows, quant.scheme if quant else None)
+        yield from layer_ops(model, i, layer, parallel, step, quant.scheme if quant else None)
 
 
 def _block(
@@ -112,10 +111,10 @@ def _block(
                     f"{part.name} of kept tokens",
                     Linear(step.tokens, part.rows, part.cols, quant.scheme if quant else None),
                 )
-    experts, quant = expert_rows(draft.model, parallel.ranks), draft.model.expert_quant
+    quant = draft.model.expert_quant
     yield "embedding", Elementwise("embedding", 4.0 * rows.tokens * draft.model.hidden_size)
     for i, layer in enumerate(draft.model.layers):
-        yield from layer_ops(draft.model, i, layer, parallel, rows, experts, quant.scheme if quant else None)
+        yield from layer_ops(draft.model, i, layer, parallel, rows, quant.scheme if quant else None)
     yield from head_ops(model, parallel, step.batch * draft_tokens)
     if form.head is not None:  # draft tokens are drawn one after the other
         size = 4.0 * 3 * step.batch * model.vocab_size

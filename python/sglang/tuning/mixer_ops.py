@@ -18,6 +18,7 @@ from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
+from sglang.srt.blocks.region_sparse.spec import RegionSparse
 from sglang.srt.blocks.token_selection.spec import TokenIndexer
 from sglang.srt.plan.attention_parts import ElementGate, RelativeBias, Whole
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
@@ -278,6 +279,30 @@ def _pooled(mixer: PooledSparse, parallel: ParallelConfig, step: Step) -> Iterat
     keys = Keys(tokens, seen, heads, kv, dims.head_dim, dims.v_head_dim, _cache_bytes(parallel))
     yield "selected_block_attention", DecodeAttention(keys)
     yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * tokens * heads * dims.v_head_dim)
+
+
+@mixer_ops.register
+def _regions(mixer: RegionSparse, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    """Yields attention to selected regions, counted as requests that decode over as many tokens, and the indexers of a
+    rank's KV heads as one with more tokens."""
+    shares, index, dims = mixer.shares(parallel.attn_tp_size), mixer.indexer, mixer.heads
+    heads, kv = shares.padded_heads, shares.padded_kv_heads
+    tokens, regions = step.tokens, _mean_context(step) // mixer.block
+    size = 2.0 * tokens * (2 * heads + 3 * kv) * dims.head_dim
+    yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
+    yield (
+        "index_norm_rope",
+        Elementwise("index_norm_rope", 4.0 * tokens * (kv * index.num_heads + 2) * index.head_dim, 2),
+    )
+    yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * index.head_dim, 2)
+    if regions > index.top_k:
+        # Keys have twice the bytes of those that such a choice counts.
+        yield "sparse_indexer", EntryChoice(tokens * kv, regions, step.batch, index.num_heads, 2 * index.head_dim)
+    seen = min(_mean_context(step), mixer.budget + mixer.block - 1)
+    keys = Keys(tokens, seen, heads, kv, dims.head_dim, dims.v_head_dim, _cache_bytes(parallel))
+    yield "block_attention", DecodeAttention(keys)
+    if (gate := dims.gate) is not None:
+        yield gate.op, Elementwise(gate.op, 4.0 * tokens * heads * dims.v_head_dim)
 
 
 def _mean_context(step: Step) -> int:

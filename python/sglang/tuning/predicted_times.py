@@ -19,15 +19,16 @@ from sglang.srt.kernels.conditions import FEW_MIN_K, FEW_MULTIPLE, SKINNY_MAX_RO
 from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, SAME_LAUNCHES, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
-from sglang.srt.kernels.tile_configs import TileConfigs, config_for
+from sglang.srt.kernels.tile_configs import TileConfig, TileConfigs, config_for
 from sglang.srt.kernels.tiles import MIN_TOKENS, attention_tiles
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import mixed_tile_configs, triton_tile_configs
+from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW as FEW_PAIRS
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED, few_pairs
 from sglang.srt.layers.triton_ops import linear_tiles
-from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits
+from sglang.srt.layers.triton_ops.linear_tiles import FEW, FEW_ROWS, num_splits
 from sglang.tuning.attention_model import Keys, Prompt, decode_seconds
-from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate, estimate_blocks, even_blocks
+from sglang.tuning.cost_model import Constants, GroupedProduct, blocks_per_sm, estimate, estimate_blocks, even_blocks
 from sglang.tuning.grid import Grid
 from sglang.tuning.measured import tables_of
 from sglang.tuning.mixed_products import RECORDS, mixed_product, mixed_tile
@@ -116,12 +117,14 @@ def _side_rate(arch: ArchTraits) -> float:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _linear(op: Linear, arch: ArchTraits) -> Predicted:
+def linear_with(
+    op: Linear, arch: ArchTraits, config: TileConfig | None = None, constants: Constants | None = None
+) -> Predicted:
     if op.scheme is None:
         return _plain_linear(op, arch)
-    if op.tokens <= FEW_ROWS:
+    if (op.tokens <= FEW_ROWS) if config is None else (config.variant == FEW):
         return Predicted(streamed_seconds(stream_rows(op, arch), arch), 0.15, "weights streamed once")
-    kind, tile = kind_of(op.scheme, arch), linear_tile(op, arch)
+    kind, tile = kind_of(op.scheme, arch), linear_tile(op, arch) if config is None else config.tiles[0]
     record = _linear_record(op, tile, arch)
     if record is None:
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
@@ -132,7 +135,7 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     if tiles <= -(-op.rows // 16):  # the limit of `PackedWeight.arrivals`
         splits = num_splits(op.tokens, tiles, op.cols, arch.num_sms, arch.features)
     product = _as_grouped(op, splits, record)
-    shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
+    shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits), constants)
     assert shared is not None, "the ledger holds no tile that does not fit"
     quantized = SCHEMES[op.scheme].activation is not None and not multiplies_in_16_bits(record)
     quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if quantized else 0.0
@@ -251,12 +254,14 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits) -> Predicted:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-def _experts(op: Experts, arch: ArchTraits) -> Predicted:
+def experts_with(
+    op: Experts, arch: ArchTraits, config: TileConfig | None = None, constants: Constants | None = None
+) -> Predicted:
     four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
-    if few_pairs(op.pairs, op.num_experts):
+    if few_pairs(op.pairs, op.num_experts) if config is None else config.variant == FEW_PAIRS:
         error = 0.3 if four_bits and arch.product not in CONFIRMED else 0.2
         return Predicted(streamed_seconds(stream_pairs(op, arch), arch), error, "chosen experts streamed, pair by pair")
-    products = _grouped_products(op, arch)
+    products = _grouped_products(op, arch, config, constants)
     if not products:
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
         return Predicted(SIDE_LAUNCHES + 1.3 * floor, 0.4, "no record of the tiles: the floor and a third")
@@ -267,11 +272,13 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
     return Predicted(independent + side, error, "cost model with the tiles' records", even + side)
 
 
-def _grouped_products(op: Experts, arch: ArchTraits) -> list[tuple[float, float]]:
+def _grouped_products(
+    op: Experts, arch: ArchTraits, config: TileConfig | None, constants: Constants | None
+) -> list[tuple[float, float]]:
     """Returns the seconds of both products, with tokens that choose independently and with evenly distributed pairs;
     None where a tile is not on record or does not fit."""
     shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias, op.gate)
-    config = config_for(_expert_tile_configs(shape, arch, op.sgl_kernel), op.tokens)
+    config = config or config_for(_expert_tile_configs(shape, arch, op.sgl_kernel), op.tokens)
     times = []
     for at, kind in enumerate(KINDS):
         if config.variant == MIXED:
@@ -285,8 +292,8 @@ def _grouped_products(op: Experts, arch: ArchTraits) -> list[tuple[float, float]
                 return []
             record, product = cost, grouped_product(shape, kind, cost)
         experts, blocks = even_blocks(op.pairs, op.num_experts, tile["BLOCK_M"])
-        independent = estimate(product, op.tokens, tile, record, arch)
-        even = estimate_blocks(product, op.tokens, tile, record, arch, experts, blocks)
+        independent = estimate(product, op.tokens, tile, record, arch, constants)
+        even = estimate_blocks(product, op.tokens, tile, record, arch, experts, blocks, constants)
         if independent is None or even is None:
             return []
         times.append((independent.total, even.total))
@@ -311,9 +318,19 @@ def _dtype(item: int) -> str:
     return "bfloat16" if item == 2 else "fp8_e4m3"
 
 
-@functools.cache
 def _attention_tile(
-    op: str, dims: tuple[int, int], item: int, arch: ArchTraits, group: int = 0
+    op: str, dims: tuple[int, int], item: int, arch: ArchTraits, group: int = 0, tile: Tile | None = None
+) -> tuple[Mapping[str, int], TileRecord] | None:
+    """Returns `tile`, or the tables' first that fits, with its record."""
+    if tile is None:
+        return _first_tile(op, dims, item, arch, group)
+    record = Ledger.load().record(Need(op, dims[0], dims[1], "bfloat16", _dtype(item)), tile, arch)
+    return None if record is None else (dict(tile), record)
+
+
+@functools.cache
+def _first_tile(
+    op: str, dims: tuple[int, int], item: int, arch: ArchTraits, group: int
 ) -> tuple[Mapping[str, int], TileRecord] | None:
     need = Need(op, dims[0], dims[1], "bfloat16", _dtype(item))
     for tile in attention_tiles(op, dims[0], dims[1], _dtype(item), arch.features, group):
@@ -323,29 +340,30 @@ def _attention_tile(
     return None
 
 
-def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
+def decode_with(op: DecodeAttention, arch: ArchTraits, tile: Tile | None = None) -> Predicted | None:
     keys: Keys = op.keys
-    choice = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch, keys.group)
+    dims = (keys.head_dim, keys.v_head_dim)
+    choice = _attention_tile("decode_attention", dims, keys.item, arch, keys.group, tile)
     if choice is None:
         return None
-    tile, record = choice
-    occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
-    pieces = planned_pieces(keys, tile, occupancy, arch.num_sms)
+    taken, record = choice
+    occupancy = blocks_per_sm(record, taken["num_warps"], arch, rates_of(arch))
+    pieces = planned_pieces(keys, taken, occupancy, arch.num_sms)
     if "wgmma" in arch.features:
-        seconds = reading_seconds_of(keys, pieces, tile, arch, READING)
+        seconds = reading_seconds_of(keys, pieces, taken, arch, READING)
         return Predicted(seconds, 0.15, "attention model, fitted on an H200")
-    times, shared = carried_step_times(keys, tile, arch), shared_times(arch)
+    times, shared = carried_step_times(keys, taken, arch), shared_times(arch)
     seconds = decode_seconds(keys, pieces, times, shared, cold=True, num_sms=arch.num_sms)
     return Predicted(seconds, 0.2, "attention model, steps carried over from SGLang's kernels")
 
 
-def _extend(op: ExtendAttention, arch: ArchTraits) -> Predicted | None:
+def extend_with(op: ExtendAttention, arch: ArchTraits, tile: Tile | None = None) -> Predicted | None:
     prompt: Prompt = op.prompt
     if op.library:
         return _flashinfer(op, arch)
     latent = (prompt.head_dim, prompt.v_head_dim) == (192, 128) and prompt.heads == prompt.kv_heads
     name = "latent_prompt_attention" if latent else "extend_attention"
-    choice = _attention_tile(name, (prompt.head_dim, prompt.v_head_dim), prompt.item, arch)
+    choice = _attention_tile(name, (prompt.head_dim, prompt.v_head_dim), prompt.item, arch, tile=tile)
     if choice is None:
         return None
     seconds = served_prompt_seconds(prompt, *choice, arch)
@@ -459,11 +477,11 @@ def _compressed(op: CompressedAttention, arch: ArchTraits) -> Predicted | None:
 
 
 _PREDICTORS: Mapping[str, Callable[[Any, ArchTraits], Predicted | None]] = {
-    "linear": _linear,
+    "linear": linear_with,
     "latent_absorb": _absorb,
-    "fused_moe": _experts,
-    "decode_attention": _decode,
-    "extend_attention": _extend,
+    "fused_moe": experts_with,
+    "decode_attention": decode_with,
+    "extend_attention": extend_with,
     "gated_delta_rule": _gated_delta,
     "all_reduce": _all_reduce,
     "all_gather": _all_reduce,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
@@ -140,17 +141,17 @@ def ops_of(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Ite
 
 def ops_to_hidden_states(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     """Yields the ops of the embedding and of all layers. Those of equal layers are the same objects."""
-    hidden, rows, quant = model.hidden_size, expert_rows(model, parallel.ranks), model.expert_quant
+    hidden, rows, quant = model.hidden_size, partial(expert_rows, model, parallel.ranks), model.expert_quant
     scheme = quant.scheme if quant else None
     yield "embedding", Elementwise("embedding", 4.0 * step.tokens * hidden)
     known: dict[tuple[int, tuple[str | None, ...]], list[tuple[str, Op]]] = {}
-    by_layer = of_each(model.layers, lambda layer: layer.weights(hidden, parallel.ranks, rows))
+    by_layer = of_each(model.layers, lambda layer: layer.weights(hidden, parallel.ranks, rows(layer.ffn.experts)))
     for i, (layer, weights) in enumerate(zip(model.layers, by_layer, strict=True)):
         matrices = (part for part in weights if isinstance(part, Matrix) and not part.experts)
         quants = (model.quant_of(i, matrix) for matrix in matrices)
         kind = id(layer), tuple(quant.scheme if quant else None for quant in quants)
         if kind not in known:
-            known[kind] = list(layer_ops(model, i, layer, parallel, step, rows, scheme))
+            known[kind] = list(layer_ops(model, i, layer, parallel, step, scheme))
         yield from known[kind]
 
 
@@ -169,11 +170,10 @@ def layer_ops(
     layer: LayerSpec,
     parallel: ParallelConfig,
     step: Step,
-    rows: int,
     expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops of a layer on one rank, in order, each with its name in reports."""
-    tokens, hidden = step.tokens, model.hidden_size
+    tokens, hidden, rows = step.tokens, model.hidden_size, expert_rows(model, parallel.ranks, layer.ffn.experts)
     of_group = step_of_group(step, parallel.ranks.attn_dp_size)
     prompt = not step.decodes and not step.verifies
     quantized = parallel.quantized_sums == "all" or (parallel.quantized_sums == "prefill" and prompt)

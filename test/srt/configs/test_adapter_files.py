@@ -103,7 +103,6 @@ def test_modules(values: dict[str, Any], expected: bool) -> None:
         ({"peft_type": "LOHA"}, "peft_type"),
         ({"peft_type": None}, "peft_type"),
         ({"bias": "all"}, "bias"),
-        ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"lora_bias": True}, "lora_bias"),
@@ -177,7 +176,13 @@ def test_names_of_tensors(tmp_path: Path, name: str) -> None:
         (pair() | {"lm_head.base_layer.weight": torch.ones(8, 6)}, "not replaced"),
         (embedding(base=torch.ones(7, 8)), r"\[7, 8\], its A and B are of \[8, 6\]"),
         (embedding(base=torch.ones(6, 8).to(torch.int8)), "base_layer.weight is I8"),
-        (pair() | {"x.lora_magnitude_vector.weight": torch.ones(8)}, "DoRA"),
+        (pair() | {"x.lora_magnitude_vector.weight": torch.ones(8)}, "does not say use_dora"),
+        (pair() | {f"base_model.model.{MODULE}.lora_embedding_A": torch.ones(4, 6)}, "only one of them can be meant"),
+        (
+            pair() | {f"base_model.model.{MODULE}.lora_A.default.weight": torch.ones(4, 6)},
+            "only one of them can be meant",
+        ),
+        ({f"{MODULE}.lora_A": torch.ones(0, 4, 6), f"{MODULE}.lora_B": torch.ones(0, 8, 4)}, r"lora_A \[0, 4, 6\]"),
         (pair() | {"lm_head.weight": torch.ones(8, 6)}, "lm_head.weight"),
         ({f"{MODULE}.lora_A.weight": torch.ones(4, 6)}, "only one"),
         (pair() | {f"base_model.model.{MODULE}.lora_A.weight": torch.ones(4)}, "matrix of floats"),
@@ -187,6 +192,33 @@ def test_names_of_tensors(tmp_path: Path, name: str) -> None:
 def test_refused_tensors(tmp_path: Path, tensors: dict[str, torch.Tensor], part: str) -> None:
     with pytest.raises(UserError, match=part):
         read_adapter_files(written(tmp_path, tensors))
+
+
+MAGNITUDE = f"base_model.model.{MODULE}.lora_magnitude_vector"
+
+
+@pytest.mark.parametrize("name", ["{}", "{}.weight", "{}.default.weight"])
+def test_lengths_of_rows(tmp_path: Path, name: str) -> None:
+    """As PEFT's versions call them."""
+    files = read_adapter_files(written(tmp_path, pair() | {name.format(MAGNITUDE): torch.ones(8)}, use_dora=True))
+    assert files.scales_rows and files.pairs[MODULE].magnitude == name.format(MAGNITUDE)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "part"),
+    [
+        (pair(), "has no lora_magnitude_vector"),
+        (pair() | {MAGNITUDE: torch.ones(7)}, r"F32 \[7\], its B is of \[8\]"),
+        (pair() | {MAGNITUDE: torch.ones(8, 1)}, r"F32 \[8, 1\]"),
+        (pair() | {MAGNITUDE: torch.ones(8).to(torch.int8)}, "I8"),
+        (pair() | {MAGNITUDE: torch.ones(8), "x.lora_magnitude_vector": torch.ones(8)}, "no A and B beside it"),
+        (pair() | {MAGNITUDE: torch.ones(8), f"{MAGNITUDE}.weight": torch.ones(8)}, "only one of them can be meant"),
+        ({f"{MODULE}.lora_A": torch.ones(2, 4, 6), f"{MODULE}.lora_B": torch.ones(2, 8, 4)}, "only linear layers"),
+    ],
+)
+def test_refused_lengths(tmp_path: Path, tensors: dict[str, torch.Tensor], part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        read_adapter_files(written(tmp_path, tensors, use_dora=True))
 
 
 def test_the_embedding_and_a_head_tied_to_it(tmp_path: Path) -> None:

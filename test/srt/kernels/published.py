@@ -3,7 +3,9 @@ golden outputs of `explain`.
 
 Numbers are as published; names and numbers of models whose directory is short come from their model cards. The
 `vision_config` of Llama 4 is as public listings of Scout's config.json and TensorRT-LLM's tests of Maverick repeat it
-(`hidden_size`, `image_size` and `vision_output_dim` are not the defaults of transformers' `Llama4VisionConfig`).
+(`hidden_size`, `image_size` and `vision_output_dim` are not the defaults of transformers' `Llama4VisionConfig`). Of
+`block_configs` in Nemotron-Labs-3-Puzzle its authors state how many blocks there are of each kind and between which
+numbers their sizes lie: which layer has which is made up here, so that the weights are as many.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import safetensors.torch
 import torch
 
 from sglang.srt.configs.adapters.files import read_adapter_files
+from sglang.srt.errors import UserError
 from sglang.srt.layers.adapters import AdapterLayers, ModuleRows
 from sglang.srt.plan.adapters import AdapterPlan
 from sglang.srt.plan.ranks import ShardRange, padded_share, whole
@@ -35,6 +37,11 @@ def write(folder: Path, seed: int, rank: int, parts: str = "qko") -> Path:
     return folder
 
 
+def unasked(x: torch.Tensor) -> torch.Tensor:
+    """A layer's own product."""
+    raise AssertionError("only adapters that scale its rows need it")
+
+
 def deltas(folders: list[Path], x: torch.Tensor, share: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What adapters add on a rank to q and k [T, N], and to the sum of o, of which x [T, q] is the input. The last
     folder's adapter takes the slot of the first one."""
@@ -42,7 +49,7 @@ def deltas(folders: list[Path], x: torch.Tensor, share: int, ranks: int) -> tupl
     model = one_layer(experts=None)
     weights = SimpleNamespace(model=model, layers=(matrices,))
     plan = SimpleNamespace(
-        adapters=AdapterPlan(2, 5, None), entry=lambda op: op.reference, weights=weights,
+        adapters=AdapterPlan(2, 5, None, dora=True), entry=lambda op: op.reference, weights=weights,
         description=model,
     )  # fmt: skip
     layers = AdapterLayers(plan, torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
@@ -58,9 +65,11 @@ def deltas(folders: list[Path], x: torch.Tensor, share: int, ranks: int) -> tupl
             ModuleRows(f"{at}q_proj", "q", pieces[0], inner),
             ModuleRows(f"{at}k_proj", "k", k, inner),
             ModuleRows(f"{at}q_proj", "q", pieces[1], inner),
-        ]
+        ],
+        unasked,
+        None,
     )
-    row = layers.linear([ModuleRows(f"{at}o_proj", "", whole(HIDDEN), q)])
+    row = layers.linear([ModuleRows(f"{at}o_proj", "", whole(HIDDEN), q)], unasked, None)
     assert column is not None and row is not None
     for number, folder in enumerate(folders):
         layers.load(number % 2 + 1, layers.read(read_adapter_files(folder)))
@@ -71,6 +80,22 @@ def deltas(folders: list[Path], x: torch.Tensor, share: int, ranks: int) -> tupl
     summed = row.added(lambda: torch.zeros(4, HIDDEN), mine)
     parts = outputs[:, :half], outputs[:, half + k.padded_count :][:, : q.count - half]
     return torch.cat((*parts, outputs[:, half : half + k.count]), dim=1), summed
+
+
+@pytest.mark.parametrize("tensor", ["lora_A.weight", "lora_B.weight", "lora_magnitude_vector"])
+def test_numbers_that_are_not_finite(tmp_path: Path, tensor: str) -> None:
+    """The message says what is wrong, and not that the file cannot be read."""
+    folder = write(tmp_path / "a", 1, 5, "o")
+    file, module = folder / "adapter_model.safetensors", "base_model.model.model.layers.0.self_attn.o_proj"
+    tensors = safetensors.torch.load_file(file)
+    tensors[f"{module}.lora_magnitude_vector"] = torch.ones(HIDDEN)
+    tensors[f"{module}.{tensor}"].view(-1)[1] = torch.nan
+    safetensors.torch.save_file(tensors, file)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(UserError) as caught:
+        deltas([folder], torch.zeros(4, 20), 0, 1)
+    assert str(caught.value).startswith(f"{folder}: ") and "not finite" in str(caught.value)
 
 
 def test_two_ranks_are_one(tmp_path: Path) -> None:

@@ -116,6 +116,19 @@ def test_embedding_and_output_head(tmp_path: Path, flags: dict[str, int], model:
     run_ranks(_rank, (str(one.folder), tmp_path, asked, refused, {**flags, "lora_target_modules": ["all"]}), 2)
 
 
+def test_scaled_rows(tmp_path: Path) -> None:
+    """Of layers whose columns the ranks share, and whose bias is added behind their sum."""
+    forms = {"scaled": {"rank": 5, "use_dora": True}, "plain": {"names": ("q_proj", "down_proj")}}
+    one = Adapters("llama_bias_llama3", tmp_path, forms)
+    asked = {
+        f"{form} {seed}": ("" if form is None else str(one.paths[form]), prompt(seed), one.greedy(form, prompt(seed)))
+        for form in (None, *forms)
+        for seed in (1, 2)
+    }
+    flags = {"tp_size": 2, "lora_paths": [str(one.paths["scaled"])]}
+    run_ranks(_rank, (str(one.folder), tmp_path, asked, [], flags), 2)
+
+
 @pytest.mark.parametrize("model", ["qwen3", "gemma4"])
 def test_two_batch_overlap(tmp_path: Path, model: str) -> None:
     """Microbatches alternate by block in one thread, or at each sum in two: each token keeps its own adapter."""

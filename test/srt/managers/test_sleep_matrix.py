@@ -52,8 +52,9 @@ def asleep_and_awake(rank: Rank) -> None:
 
 
 RANK_CELLS = [
-    *cells(kinds("experts"), ("EP2", "EP3", "TP4 x EP2")),
-    *cells(kinds("one KV head"), ("DCP2", "DCP3", "TP4 x DCP2", "EP2 x DCP2", "DCP2 x PP2")),
+    *cells(("experts",), ("EP2",)),
+    *cells(("latents",), ("DCP2 x PP2", "TP4 x DCP2", "EP2 x DCP2")),
+    *cells(("selected latents",), ("TP4 x DCP2",)),
 ]
 QUICK_CELLS = [("EP2", "experts"), ("DCP2 x PP2", "latents")]
 

@@ -111,8 +111,8 @@ class DeviceLengths:
 class DeviceDecode:
     rows: DecodeRows
 
-    def attend(self, q: torch.Tensor, layer: Any, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend(q, layer, out, bias)
+    def attend(self, q: torch.Tensor, layer: Any, out: torch.Tensor, **features: torch.Tensor) -> None:
+        NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend(q, layer, out, **features)
 
     def attend_part(self, q: torch.Tensor, layer: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
         NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend_part(q, layer, out, lse)

@@ -194,14 +194,18 @@ class DFlash:
         """The output [size, H] of a block behind all tokens but the last one."""
         w, eps = self.w, self.config["rms_norm_eps"]
         streams, _ = self.target.streams(tokens[:-1])
-        joined = torch.cat([streams[layer] for layer in self.aux_layers], dim=-1)
-        context = rms(joined @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+        aux = [streams[layer] for layer in self.aux_layers]
+        if "aux_hidden_norms.0.weight" in w:
+            aux = [rms(rows, w[f"aux_hidden_norms.{i}.weight"], eps) for i, rows in enumerate(aux)]
+        context = rms(torch.cat(aux, dim=-1) @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
         h = self.target.embedded([tokens[-1], *[mask] * (size - 1)])
         if self.mask_vector is not None:
             h = torch.cat((h[:1], self.mask_vector.expand(size - 1, -1)))
         for i in range(self.config["num_hidden_layers"]):
             at = f"layers.{i}."
-            attention = lambda x, at=at: self.attention(x, context, f"{at}self_attn.")  # noqa: E731
+            laguna = f"{at}self_attn.g_proj.weight" in w  # which norms the context as it norms its input
+            known = rms(context, w[f"{at}input_layernorm.weight"], eps) if laguna else context
+            attention = lambda x, at=at, known=known: self.attention(x, known, f"{at}self_attn.")  # noqa: E731
             x = rms(h, w[f"{at}input_layernorm.weight"], eps)
             h = h + between_convolutions(x, w, f"{at}attention_conv.", attention)
             x = rms(h, w[f"{at}post_attention_layernorm.weight"], eps)
@@ -212,13 +216,24 @@ class DFlash:
         w, dim, eps, theta = self.w, self.config["head_dim"], self.config["rms_norm_eps"], self.config["rope_theta"]
         rotated, keys = int(dim * self.config.get("partial_rotary_factor", 1.0)), self.config.get("dflash_config", {})
         rows = torch.cat((context, block))
-        q, k, v = (
-            (rows @ w[f"{at}{part}_proj.weight"].T).unflatten(-1, (-1, dim)) for part in "qkv"
-        )  # the queries of the context are not used
+        heads = [self.config["num_attention_heads"] * dim, *[self.config["num_key_value_heads"] * dim] * 2]
+        fused = w.get(f"{at}qkv_proj.weight")
+        parts = [w[f"{at}{part}_proj.weight"] for part in "qkv"] if fused is None else fused.split(heads)
+        q, k, v = ((rows @ part.T).unflatten(-1, (-1, dim)) for part in parts)  # queries of the context are not used
         q, k = (rotate(rms(x, w[f"{at}{name}_norm.weight"], eps), theta, rotated) for x, name in ((q, "q"), (k, "k")))
         first = max(0, len(rows) - keys.get("swa_window_size", len(rows)))
         v, sinks = v * keys.get("attention_value_scale", 1.0), w.get(f"{at}attention_sink_bias")
-        seen = attend(q[len(context) :], k[first:], v[first:], dim**-0.5, causal=False, sinks=sinks)
+        kinds = self.config.get("layer_types", ["full_attention"] * self.config["num_hidden_layers"])
+        windowed = kinds[int(at.split(".")[1])] == "sliding_attention"
+        if keys.get("causal") or self.config.get("is_causal", windowed):
+            window, scale = self.config["sliding_window"] if windowed else len(rows), dim**-0.5
+            sights = [(i, slice(max(0, i + 1 - window), i + 1)) for i in range(len(context), len(rows))]
+            seen = torch.cat([attend(q[i : i + 1], k[sight], v[sight], scale, causal=False) for i, sight in sights])
+        else:
+            seen = attend(q[len(context) :], k[first:], v[first:], dim**-0.5, causal=False, sinks=sinks)
+        if f"{at}g_proj.weight" in w:
+            gates = F.softplus(block @ w[f"{at}g_proj.weight"].T)
+            seen = (seen.unflatten(-1, (-1, dim)) * gates[..., None]).flatten(1)
         return seen @ w[f"{at}o_proj.weight"].T
 
 

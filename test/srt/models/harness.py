@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -337,6 +337,18 @@ NEMOTRON = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
+}
+NEMOTRON_PUZZLE = NEMOTRON | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "moe"],
+    "ssm_state_size": 24,
+    "moe_latent_size": 24,
+    "block_configs": [
+        {"block_type": "mamba"},
+        {"block_type": "moe", "moe_intermediate_size": 32, "num_experts_per_tok": 3},
+        {"block_type": "attention"},
+        {"block_type": "moe", "moe_intermediate_size": 48, "num_experts_per_tok": 2, "n_routed_experts": 6},
+        {"block_type": "moe", "moe_intermediate_size": 32, "num_experts_per_tok": 5},
+    ],
 }
 NEMOTRON_WIDE = {
     "hidden_size": 128,
@@ -692,6 +704,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         NEMOTRON | {"moe_latent_size": 24, "use_bias": True, "n_group": 4, "topk_group": 2},
     ),
+    "nemotron_h_puzzle": ("NemotronHConfig", NEMOTRON_PUZZLE),
     "gemma3": (
         "Gemma3TextConfig",
         {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
@@ -793,8 +806,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 FURTHER_FORMS = (
     "qwen3_tied_bias", "qwen3_windows_only", "qwen3_moe_mixed", "llama_bias_llama3", "deepseek_v2_lite",
-    "deepseek_v32_selects_all", "mistral", "gemma3_capped", "gemma4_moe", "nemotron_h_latent", "glm5_next",
-    "deepseek_v4", "qwen4_exp",
+    "deepseek_v32_selects_all", "mistral", "gemma3_capped", "gemma4_moe", "nemotron_h_latent",
+    "nemotron_h_puzzle", "glm5_next", "deepseek_v4", "qwen4_exp",
 )  # fmt: skip
 """Of families that have another one, with the same kinds of caches."""
 OF_WRAPPERS: dict[str, dict[str, int]] = {"MuseGlimmerConfig": {"out_hidden_size": 64, "projector_hidden_size": 40}}
@@ -823,11 +836,23 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     bare = BARE.get(config.model_type)
     make = kind.from_config if bare is None else getattr(transformers, bare)._from_config
     model = make(config, dtype=torch.float32).eval()
+    give_own_sizes(model, values.get("block_configs", ()))
     randomize(model, name in ZERO_CENTRED)
     if wrapper is not None:
         with torch.no_grad():
             model.get_output_embeddings().weight[list(PLACEHOLDERS.values())] = 0.0
     return text_half(model)
+
+
+def give_own_sizes(model: PreTrainedModel, blocks: Sequence[Mapping[str, Any]]) -> None:
+    """Makes the experts of Nemotron-Labs-3-Puzzle, in which layers have sizes of their own, of the classes of
+    Nemotron-H. `blocks`: "block_configs"."""
+    for i, block in enumerate(blocks):
+        if block["block_type"] == "moe":
+            config, layer = copy.deepcopy(model.config), model.get_decoder().layers[i]
+            for key, value in block.items():
+                setattr(config, key, value)
+            layer.mixer = type(layer.mixer)(config, layer_idx=i)
 
 
 def share_weights(whole: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -908,7 +933,19 @@ def _save_tiny(name: str, folder: Path, more: dict[str, Any]) -> PreTrainedModel
         as_published_m3(folder)
     if name.startswith("kimi_linear"):
         as_published_kimi_linear(folder)
+    if name == "nemotron_h_puzzle":
+        as_published_puzzle(folder)
     return model
+
+
+def as_published_puzzle(folder: Path) -> None:
+    """What transformers wrote of Nemotron-H, as Nemotron-Labs-3-Puzzle is published."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({name.replace("backbone.", "model."): rows for name, rows in tensors.items()}, file)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["NemotronHPuzzleForCausalLM"], "model_type": "nemotron_h_puzzle"}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def as_published_kimi_linear(folder: Path) -> None:

@@ -212,7 +212,9 @@ WRITTEN_BY_OTHERS = {
     *("KimiK25ForConditionalGeneration", "MiMoForCausalLM", "DeepseekV4ForCausalLM"),
     *("Qwen3_8_FlashNextForConditionalGeneration", "Qwen4ExpForCausalLM", "MiniMaxM3SparseForCausalLM"),
     *("Step3p5ForCausalLM", "DeepseekV41ForCausalLM", "MiMoV2ForCausalLM"),
-    *("BailingMoeV3ForCausalLM", "NaiveN05FlashForCausalLM"),
+    *("BailingMoeV3ForCausalLM", "NaiveN05FlashForCausalLM", "Step4ForCausalLM", "Step5ForCausalLM"),
+    *("MMGPTStepRoboticsForCausalLM", "Step5ForConditionalGeneration"),
+    "NemotronHPuzzleForCausalLM",
 }
 """Architectures whose code comes with the checkpoint, those of which transformers writes keys and names that no
 published checkpoint has, and one whose class has no indexer by default."""

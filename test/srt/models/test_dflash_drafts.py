@@ -74,6 +74,20 @@ VARIANTS["mimo"] = CONFIG | {
     | {"backbone_rotary_base": 5000000, "loss_decay_gamma": 7.0, "num_anchors": 4096, "block_size": BLOCK},
 }
 """As MiMo's are published, with `mask_embedding.pt` beside the weights."""
+VARIANTS["laguna"] = {key: value for key, value in CONFIG.items() if key != "block_size"} | {
+    "architectures": ["DFlashLagunaForCausalLM"],
+    "model_type": "laguna",
+    "gating": "per-head",
+    "layer_types": ["sliding_attention"] * 2,
+    "sliding_window": 16,
+    "draft_vocab_size": CONFIG["vocab_size"],
+    "dflash_config": _BACKBONE | {"block_size": BLOCK, "causal": True},
+}
+"""As Laguna's are published, with q, k and v in one tensor."""
+VARIANTS["causal"] = CONFIG | {"is_causal": True}
+VARIANTS["windows"] = CONFIG | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
+"""Which nothing says to be causal, as drafts are that came before the key."""
+VARIANTS["speculators_windows"] = VARIANTS["windows"]
 DRAFT_VOCAB = 40
 VARIANTS["speculators"] = CONFIG | {"draft_vocab_size": DRAFT_VOCAB}
 VARIANTS["speculators_selector"] = VARIANTS["selector"] | {
@@ -102,7 +116,7 @@ def written(config: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def stored(variant: str) -> dict[str, Any]:
     """The config.json of a variant."""
-    kinds = {"speculators": "dflash", "speculators_selector": "dflash2"}
+    kinds = {"speculators": "dflash", "speculators_selector": "dflash2", "speculators_windows": "dflash"}
     return written(VARIANTS[variant], kinds[variant]) if variant in kinds else VARIANTS[variant]
 
 
@@ -124,8 +138,15 @@ def weights(config: dict[str, Any] = CONFIG, seed: int = 3) -> dict[str, Tensor]
         shapes |= {f"{at}self_attn.{part}_proj.weight": (count, hidden) for part, count in rows.items()}
         shapes |= {f"{at}mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
         shapes |= {f"{at}self_attn.o_proj.weight": (hidden, heads), f"{at}mlp.down_proj.weight": (hidden, inner)}
+        if "gating" in config:
+            for part in rows:
+                del shapes[f"{at}self_attn.{part}_proj.weight"]
+            shapes[f"{at}self_attn.qkv_proj.weight"] = (heads + 2 * kv_heads, hidden)
+            shapes[f"{at}self_attn.g_proj.weight"] = (config["num_attention_heads"], hidden)
         if config.get("dflash_config", {}).get("attention_sink_bias"):
             shapes[f"{at}self_attn.attention_sink_bias"] = (config["num_attention_heads"],)
+    if "gating" in config:
+        shapes |= {f"aux_hidden_norms.{i}.weight": (hidden,) for i in range(len(CAPTURES))}
     shapes |= more_shapes(config)
     tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
     for name in tensors:
@@ -222,16 +243,12 @@ def test_a_draft_as_published(variant: str, target: Path, tmp_path: Path) -> Non
             {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 7]}},
             "not all layers of the model, which has 7",
         ),
-        ({"is_causal": True}, "is_causal = True is not supported; supported: False"),
+        ({"is_causal": 2}, "is_causal = 2 is not supported; supported: False, True"),
         ({"vocab_size": 99}, "vocab_size is 99, and the model's"),
         ({"speculators_model_type": "dspark"}, "'dspark' is not supported for DFLASH; supported: 'dflash', 'dflash2'"),
         (
             written(CONFIG | {"dflash_config": _BACKBONE | {"target_layer_ids": [1, 7]}}, "dflash"),
             "not all layers of the model, which has 7",
-        ),
-        (
-            written(CONFIG | {"layer_types": ["sliding_attention"] * 2}, "dflash"),
-            "sliding_window_non_causal = False is not supported",
         ),
         (
             written(VARIANTS["selector"] | {"draft_vocab_size": 40}, "dflash2"),

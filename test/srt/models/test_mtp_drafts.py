@@ -81,6 +81,16 @@ NEMOTRON = Published(
     {"layers_block_type": ["full_attention", "moe"]},
     {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"]},
 )
+_BLOCKS = [
+    {"block_type": "attention"},
+    {"block_type": "moe", "moe_intermediate_size": 40, "num_experts_per_tok": 4, "n_routed_experts": 6},
+]
+PUZZLE = replace(
+    NEMOTRON,
+    lists={**NEMOTRON.lists, "block_configs": _BLOCKS},
+    keys={"num_nextn_predict_layers": 1, "mtp_block_configs": _BLOCKS, "mtp_layers_block_type": None}
+    | {"architectures": ["NemotronHPuzzleForCausalLM"], "model_type": "nemotron_h_puzzle"},
+)
 MIMO = Published(
     tuple(f"model.mtp_layers.0.{n}" for n in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")),
     "model.mtp_layers.0.",
@@ -102,6 +112,7 @@ FORMS = {
     "qwen3_5_moe": QWEN,
     "nemotron_h": NEMOTRON,
     "nemotron_h_latent": NEMOTRON,
+    "nemotron_h_puzzle": PUZZLE,
     "qwen2": MIMO,
 }
 

@@ -32,7 +32,7 @@ from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weight_names import USUAL_NAMES
 from sglang.srt.server_args import ServerArgs
 
-from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
+from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens, save_tiny
 from .quantized_checkpoints import FORMS, PROJECTIONS, ZERO_POINT_FORMS, Tensors, save_quantized
 
 TOKENS = random_tokens(23, seed=1)
@@ -432,6 +432,21 @@ def test_one_scale_of_keys_and_values(tmp_path: Path) -> None:
     assert (
         [cache.k_scale for cache in caches] == [cache.v_scale for cache in caches] == pytest.approx([0.02, 0.04, 0.06])
     )
+
+
+def test_a_checkpoint_that_quantizes_nothing_but_its_cache(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path / "quantized")
+    exact = steps(TinyRunner(plan_for(tmp_path / "quantized")))
+    add_kv_scales(tmp_path, ("k_scale", "v_scale"))
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    stated = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    assert plan.kv_cache_dtype == "fp8_e4m3" and runner.model.caches[2].k_scale == pytest.approx(0.06)
+    error = (steps(runner) - exact).norm() / exact.norm()
+    assert 0 < error < 0.1, "only the cache is rounded"
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("fp4_e2m1", 1.0), ("fp8_e4m3", 6.0)])

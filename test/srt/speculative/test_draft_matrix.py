@@ -155,6 +155,7 @@ DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "DOMINO": (functools.partial(dflash, variant="domino"), UNGATED),
     "SELECTOR": (functools.partial(dflash, variant="selector"), UNGATED),
     "MASK VECTOR": (functools.partial(dflash, variant="mimo"), UNGATED),
+    "CAUSAL BLOCK": (functools.partial(dflash, variant="laguna"), UNGATED),
     "SHARED": (shared_selection, ("shared selection",)),
     "ASSISTANT": (assistant, ("normed embedding",)),
 }
@@ -174,6 +175,7 @@ QUICK = (
     ("NEXTN", "compressed", "eager"),
     ("DFLASH", "two head counts", "graphs"),
     ("MASK VECTOR", "sinks of windows", "graphs"),
+    ("CAUSAL BLOCK", "gated heads", "graphs"),
     ("DFLASH", "gated delta and experts", "eager"),
     ("DSPARK", "pooled latents", "graphs"),
     ("DSPARK", "Mamba-2", "eager"),

@@ -21,6 +21,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tp_size": 2},
     "PP2": {"pp_size": 2},
 }
+LING = {"architectures": ["LingDSparkModel"]}
+"""Under which name Ling's DSpark draft is published; its tensors are those of DeepSpec's other drafts."""
 CASES = [(kind, layout) for kind in ("NEXTN", "DFLASH", "DSPARK", "NGRAM") for layout in LAYOUTS]
 
 
@@ -35,8 +37,9 @@ def build(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     flags: dict[str, Any] = {"speculative_algorithm": kind}
     if kind in ("DFLASH", "DSPARK"):
         drafts: Any = test_dflash_drafts if kind == "DFLASH" else test_dspark_drafts
-        layers = {"target_layer_ids": [1, 4]}
-        config = drafts.CONFIG | ({"dflash_config": {"mask_token_id": 201, **layers}} if kind == "DFLASH" else layers)
+        layers: dict[str, Any] = {"target_layer_ids": [1, 4]}
+        keys = {"dflash_config": {"mask_token_id": 201, **layers}} if kind == "DFLASH" else layers | LING
+        config = drafts.CONFIG | keys
         flags["speculative_draft_model_path"] = str(save_draft(folder / "draft", config, drafts.weights(config)))
     return target, flags
 

@@ -69,6 +69,17 @@ class KernelArgs:
     strict_backends: bool = option(
         False, KERNELS, "Refuse to start where a named kernel cannot serve, instead of taking the next one."
     )
+    no_measured_choices: bool = option(
+        False, KERNELS, "Choose kernels and tiles by the tables alone, whatever was measured on this GPU."
+    )
+    measure_seconds: float = option(
+        0.0,
+        KERNELS,
+        "Seconds that the server may measure kernels and tiles before it starts, where this GPU has no times of this "
+        "model's sizes yet; 0: it measures nothing. `sglang tune` does it by itself.",
+        minimum=0,
+        maximum=3600,
+    )
     grammar_backend: str | None = option(
         None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
     )

@@ -127,6 +127,8 @@ class KernelSpec:
     configs: str = (
         ""  # "package.module:function" (Need, ArchTraits) -> OpTileConfigs, for kernels whose tiles depend on tokens
     )
+    alternatives: str = ""  # "package.module:function" (Need, ArchTraits, shape, tokens) -> the tile configs that are
+    # possible for a step of so many tokens, from which measured times choose
     kernel_module: str = ""  # module of a tiled kernel's code, if it is not the entry's
     refuse: Refuse = no_refusal
     graph_safe: bool = True  # may run inside a CUDA graph
@@ -196,6 +198,11 @@ class Choice:
         """Returns the OpTileConfigs of a kernel whose tiles depend on the number of tokens. Imports a module of data
         only, without torch."""
         return _imported(self.spec.configs)(self.need, arch)
+
+    def make_alternatives(self, arch: ArchTraits, shape: Any, tokens: int) -> Any:
+        """Returns the tile configs that are possible for a step of `tokens` tokens. shape: of the weight, for linear
+        layers. Imports as `make_tile_configs`."""
+        return _imported(self.spec.alternatives)(self.need, arch, shape, tokens)
 
 
 def _imported(name: str) -> Any:

@@ -111,11 +111,13 @@ Shape = tuple[int, int, bool]
 @dataclass(frozen=True, slots=True)
 class OpTileConfigs:
     """The tile configs of one op. Linear layers have some for each shape of a weight, other ops the same ones for all
-    (None). `source` says where they come from, if that is worth a line; `warnings` what was skipped to find them."""
+    (None). `source` says where they come from, if that is worth a line; `warnings` what was skipped to find them;
+    `measured` what was measured for them on this GPU, a line for each size."""
 
     by_shape: Mapping[Shape | None, TileConfigs] = field(default_factory=dict)
     source: str = ""
     warnings: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
         """Returns a line for each group of shapes with equal tile configs, such as "4096x4096: to 2 tokens few rows N2

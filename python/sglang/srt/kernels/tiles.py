@@ -213,6 +213,7 @@ ROWS: tuple[TileRow, ...] = (
         (_scores(128, 128, 4, 2, 2), _scores(64, 128, 4, 2, 2)), {"wgmma": (_scores(128, 128, 4, 4, 2),)},
     ),
     TileRow("sparse_indexer", ((128, 128),), _HALF, (_scores(128, 64, 4, 2, 2), _scores(64, 64, 4, 2, 2))),
+    TileRow("sparse_indexer", ((256, 256),), _HALF, (_scores(64, 64, 8, 2, 1), _scores(32, 32, 4, 2, 1))),
     TileRow("block_indexer", ((128, 128),), _HALF, (_scores(64, 64, 4, 2, 2), _scores(32, 64, 4, 2, 2))),
     # Sizes are predictions: shared memory and registers are on record, times are not measured.
     TileRow("block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 3, 2))),
@@ -220,8 +221,12 @@ ROWS: tuple[TileRow, ...] = (
         "block_attention", ((128, 128),), _FP8,
         (_gather(16, 64, 4, 3, 2), _gather(16, 32, 4, 3, 3)), {"wgmma": (_gather(16, 32, 4, 3, 3),)},
     ),
-    TileRow("block_attention", ((192, 128),), _HALF, (_gather(16, 32, 4, 2, 2), _gather(16, 16, 4, 2, 2))),
-    TileRow("block_attention", ((192, 128),), _FP8, (_gather(16, 32, 4, 3, 2), _gather(16, 16, 4, 3, 2))),
+    TileRow(
+        "block_attention", ((192, 128), (192, 192)), _HALF, (_gather(16, 32, 4, 2, 2), _gather(16, 16, 4, 2, 2)),
+    ),
+    TileRow(
+        "block_attention", ((192, 128), (192, 192)), _FP8, (_gather(16, 32, 4, 3, 2), _gather(16, 16, 4, 3, 2)),
+    ),
     # Keys and values expanded from latents always have 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,

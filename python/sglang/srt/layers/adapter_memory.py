@@ -15,11 +15,15 @@ from sglang.srt.plan.adapters import AdapterPlan
 @dataclass(slots=True)
 class HostAdapter:
     """An adapter in main memory, in the form of a slot: A and B of the linear layers that it changes, by the layer's
-    number, and the ranks of all [layers, 1] int32. `absorbs`: prompts with it take latents as they are."""
+    number, and the ranks of all [layers, 1] int32. `absorbs`: prompts with it take latents as they are. `lengths` [N]
+    fp32, by such numbers: those that DoRA gives the rows, NaN for rows that stay as they are; `scales` [2, N]: what
+    becomes of them, as in `AdapterMemory`."""
 
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor]]
     ranks: torch.Tensor
     absorbs: bool = False
+    lengths: dict[int, torch.Tensor] = field(default_factory=dict)
+    scales: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class AdapterMemory:
         """The largest rank of a part, by linear layer and slot; 0: the adapter leaves the layer alone."""
         self.linears: list[AdapterWeights | ExpertAdapterWeights] = []
         """Of each linear layer, and of each product of a layer's experts."""
+        self.scales: dict[int, torch.Tensor] = {}
+        """By a linear layer's number and for each slot, [1 + slots, 2, N] fp32: what DoRA multiplies the layer's own
+        output by, and what it then adds, the share of the bias. The first place is for tokens without an adapter."""
 
     @property
     def tokens(self) -> StepTokens | None:
@@ -68,5 +75,7 @@ class AdapterMemory:
             weights = self.linears[number]
             weights.a[slot - 1].copy_(a, non_blocking=True)
             weights.b[slot - 1].copy_(b, non_blocking=True)
+        for number, places in self.scales.items():
+            places[slot].copy_(adapter.scales[number] if number in adapter.scales else places[0])
         self.ranks[:, slot - 1 : slot].copy_(adapter.ranks, non_blocking=True)
         (self.absorbing.add if adapter.absorbs else self.absorbing.discard)(slot)

@@ -16,8 +16,10 @@ from safetensors import safe_open
 
 from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDINGS, HEADS
 from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
+from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter, StepTokens
+from sglang.srt.layers.adapter_scales import BaseProduct, Product, scale_rows, unscaled
 from sglang.srt.layers.expert_adapters import (
     EXPERT_MODULE,
     LAYER_OF,
@@ -70,6 +72,13 @@ class ModulePlaces:
 
     places: Sequence[Place]
 
+    def put_lengths(self, adapter: HostAdapter, lengths: torch.Tensor) -> None:
+        """Puts this rank's share of DoRA's lengths of the rows into an adapter."""
+        for place in self.places:
+            linear, rows = place.linear, place.shard.rows
+            mine = adapter.lengths.setdefault(linear.number, torch.full((len(linear.weights.parts),), torch.nan))
+            mine[place.begin : place.begin + rows.count] = lengths[rows.run]
+
     def put(self, adapter: HostAdapter, pair: AdapterPair, a: torch.Tensor, b: torch.Tensor, pinned: bool) -> None:
         """Puts this rank's share of a file's A and B into an adapter."""
         rank = len(a)
@@ -86,9 +95,12 @@ class ModulePlaces:
 class AdapterLinear:
     """A and B of one linear layer, in slots."""
 
-    def __init__(self, layers: AdapterLayers, number: int, shards: Sequence[ModuleRows]) -> None:
+    def __init__(
+        self, layers: AdapterLayers, number: int, shards: Sequence[ModuleRows], base: BaseProduct | None = None
+    ) -> None:
+        """base: what computes the layer without adapters; None: it is no product whose rows DoRA may scale."""
         plan, device, dtype = layers.plan, layers.device, layers.dtype
-        self.layers, self.number = layers, number
+        self.layers, self.number, self.base = layers, number, base
         names = list(dict.fromkeys(shard.part for shard in shards))
         heights = [shard.rows.padded_count for shard in shards]
         numbers = [names.index(shard.part) for shard in shards]
@@ -103,6 +115,8 @@ class AdapterLinear:
                 parts.to(device),
             )
         )
+        if base is not None and plan.dora:
+            layers.scales[number] = unscaled(plan.slots, sum(heights), device)
         begins = [sum(heights[:i]) for i in range(len(shards))]
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
@@ -122,12 +136,20 @@ class AdapterLinear:
                 low = kernels.shrink(x, tokens.ordered, self.weights, aside=True)
             out = product()
             main.wait_stream(layers.stream)
+        self._scale(out, tokens)
         kernels.expand(low, out, tokens.ordered, self.weights)
         return out
+
+    def _scale(self, out: torch.Tensor, tokens: StepTokens) -> None:
+        """Scales a layer's own output, if adapters may do that."""
+        scales = self.layers.scales.get(self.number)
+        if scales is not None:
+            scale_rows(out, tokens.slots, scales)
 
     def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
         """Adds B A x of the adapters of some of a step's tokens to out [R, N], x [R, K]."""
         kernels = self.layers.kernels
+        self._scale(out, tokens)
         kernels.expand(kernels.shrink(x, tokens.ordered, self.weights), out, tokens.ordered, self.weights)
 
     def look_up(self, ids: torch.Tensor, first: int, out: torch.Tensor) -> None:
@@ -167,6 +189,8 @@ class AdapterLayers(AdapterMemory):
         """Modules of shared experts that are held among the routed ones."""
         self.places: dict[str, list[Place]] = {}
         """Where the rows of each module lie, by its name in the checkpoint."""
+        self.scaled: dict[int, BaseProduct] = {}
+        """The products whose rows DoRA may scale, by the layer's number."""
         self.latents: dict[str, LatentAdapters] = {}
         """Those of `kv_b_proj` of latent attention, by its name in the checkpoint."""
 
@@ -185,10 +209,12 @@ class AdapterLayers(AdapterMemory):
             yield
             self.tokens = tokens
 
-    def linear(self, shards: Sequence[ModuleRows]) -> AdapterLinear | None:
+    def linear(self, shards: Sequence[ModuleRows], product: Product, group: Group | None) -> AdapterLinear | None:
         """Returns memory for the adapters of a linear layer, whose rows are these slices one below the other; None for
-        one that has none."""
-        return self._linear(shards) if self.plan.serves(shard.module for shard in shards) else None
+        one that has none. product: the layer's own; group: the ranks that have its other columns."""
+        if not self.plan.serves(shard.module for shard in shards):
+            return None
+        return self._linear(shards, BaseProduct(product, shards[0].cols.count, group))
 
     def embedding(self, module: str, vocabulary: ShardRange, hidden_size: int) -> AdapterLinear | None:
         """Returns memory for the adapters of the embedding, of which this rank has these rows; None: it has none."""
@@ -196,13 +222,19 @@ class AdapterLayers(AdapterMemory):
             return None
         return self._linear([ModuleRows(module, "", whole(hidden_size), vocabulary)])
 
-    def head(self, module: str, vocabulary: ShardRange, hidden_size: int) -> AdapterLinear | None:
-        """Returns memory for the adapters of the output head, of which this rank has these rows; None: it has none."""
-        return self._linear([ModuleRows(module, "", vocabulary, whole(hidden_size))]) if self.plan.serves_head else None
+    def head(self, module: str, vocabulary: ShardRange, hidden_size: int, product: Product) -> AdapterLinear | None:
+        """Returns memory for the adapters of the output head, of which this rank has these rows; None: it has none.
+        product: the head's own."""
+        if not self.plan.serves_head:
+            return None
+        shard = ModuleRows(module, "", vocabulary, whole(hidden_size))
+        return self._linear([shard], BaseProduct(product, hidden_size, None))
 
-    def _linear(self, shards: Sequence[ModuleRows]) -> AdapterLinear:
-        linear = AdapterLinear(self, len(self.linears), shards)
+    def _linear(self, shards: Sequence[ModuleRows], base: BaseProduct | None = None) -> AdapterLinear:
+        linear = AdapterLinear(self, len(self.linears), shards, base)
         self.linears.append(linear.weights)
+        if base is not None and self.plan.dora:
+            self.scaled[linear.number] = base
         for place in linear.places:
             self.places.setdefault(place.shard.module, []).append(place)
         return linear
@@ -266,13 +298,30 @@ class AdapterLayers(AdapterMemory):
                     if not (a.isfinite().all() and b.isfinite().all()):
                         raise UserError(f"{files.folder}: {module} has a number that is not finite in {self.dtype}.")
                     target.put(adapter, pair, a, b, pinned)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{files.weights} cannot be read: {error}.") from None
-        except Exception as error:  # safetensors' own class, for a damaged file
-            if isinstance(error, UserError):
-                raise
+                    if pair.magnitude:
+                        assert isinstance(target, ModulePlaces)
+                        lengths = file.get_tensor(pair.magnitude).float()
+                        if not lengths.isfinite().all():
+                            raise UserError(f"{files.folder}: {pair.magnitude} has a number that is not finite.")
+                        target.put_lengths(adapter, lengths)
+        except UserError:
+            raise
+        except Exception as error:  # also safetensors' own class, for a damaged file
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
+
+    def scale(self, adapter: HostAdapter) -> None:
+        """Computes the factors of an adapter's rows from their lengths, and multiplies B by them. To be called between
+        steps, on all ranks."""
+        for number, lengths in adapter.lengths.items():
+            base, weights = self.scaled[number], self.linears[number]
+            a, b = (side.to(self.device) for side in adapter.matrices[number])
+            is_scaled = lengths.isfinite()
+            now = base.lengths(a, b, weights.parts).cpu()
+            factors = torch.where(is_scaled & (now > 0), lengths / now, 1.0)
+            adapter.matrices[number][1].copy_((b.float() * factors[:, None].to(self.device)).to(b.dtype))
+            adapter.scales[number] = torch.stack((factors, (1.0 - factors) * base.bias(a).cpu()))
+        adapter.lengths.clear()
 
     def _names_of(self, module: str) -> tuple[str, ...]:
         """Returns the names that a module of an adapter may have in the checkpoint."""
@@ -306,6 +355,8 @@ class AdapterLayers(AdapterMemory):
         ):
             return None
         place = next((place for each in names if (place := self._of_experts(each)) is not None), None)
+        if pair.magnitude and (place is not None or any(each in self.latents for each in names)):
+            raise UserError(f"{files.folder}: use_dora is not supported for {module}.")
         if place is not None:
             place.experts.check(place.module, pair, f"{files.folder}: {module}")
             return place
@@ -321,6 +372,11 @@ class AdapterLayers(AdapterMemory):
             raise UserError(
                 f"{files.folder}: {module} is of [{pair.outputs}, {pair.inputs}], but the model's is of"
                 f" [{shard.rows.total}, {shard.cols.total}]. Was the adapter made for another model?"
+            )
+        if pair.magnitude and any(place.linear.number not in self.scaled for place in places):
+            raise UserError(
+                f"{files.folder}: {module}: the server has no room for factors of rows (use_dora). Start it with an"
+                " adapter that has them in --lora-paths."
             )
         return ModulePlaces(places)
 

@@ -191,7 +191,7 @@ class LMHead:
             self.product = lambda hidden: linear(values_of(hidden), weight, out_dtype=torch.float32)
         self.adapters: AdapterLinear | None = None
         if scope.adapters is not None:
-            self.adapters = scope.adapters.head(scope.module(), rows, hidden_size)
+            self.adapters = scope.adapters.head(scope.module(), rows, hidden_size, self.product)
 
     def __call__(self, hidden: torch.Tensor, tokens: StepTokens | None = None) -> torch.Tensor:
         """tokens: those of the rows with LoRA adapters."""

@@ -87,7 +87,7 @@ class ColumnParallelLinear:
             _check(scope, weights, sum(shard.rows.padded_count for shard in shards), in_features)
         create = scope.quant.create_dequantized if dequantized else scope.quant.create_weights
         self.apply = create(scope, shards, _stacked_bias(scope, shards) if bias else None)
-        self.adapters = _adapters(scope, shards)
+        self.adapters = _adapters(scope, shards, self.apply)
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
     def __call__(self, x: Activations) -> torch.Tensor:
@@ -124,7 +124,7 @@ class RowParallelLinear:
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
         create = scope.quant.create_dequantized if dequantized else scope.quant.create_weights
         self.apply = create(scope, [shard], None if self.multi_rank else self.bias)
-        self.adapters = _adapters(scope, [shard])
+        self.adapters = _adapters(scope, [shard], self.apply, self.group)
 
     def defer_all_reduce(self) -> Group | None:
         """Makes the layer return partial sums from now on; returns the group to sum over. Returns None if there is
@@ -154,7 +154,7 @@ class ReplicatedLinear:
         bias = _stacked_bias(scope, shards) if weights.bias else None
         create = scope.quant.create_weights if weights.quantized else scope.quant.create_dequantized
         self.apply = create(scope, shards, bias)
-        self.adapters = _adapters(scope, shards)
+        self.adapters = _adapters(scope, shards, self.apply)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.adapters is None:
@@ -162,13 +162,15 @@ class ReplicatedLinear:
         return self.adapters.added(lambda: self.apply(x), values_of(x))
 
 
-def _adapters(scope: Scope, shards: Sequence[WeightShard]) -> AdapterLinear | None:
-    """Returns memory for the adapters of a linear layer; None for one that has none."""
+def _adapters(
+    scope: Scope, shards: Sequence[WeightShard], apply: Apply, group: Group | None = None
+) -> AdapterLinear | None:
+    """Returns memory for the adapters of a linear layer that `apply` computes; None for one that has none. group: the
+    ranks that divide its columns."""
     if scope.adapters is None or not scope.path.startswith("layers."):
         return None
-    return scope.adapters.linear(
-        [ModuleRows(scope.module(shard.part), shard.part, shard.rows, shard.cols) for shard in shards]
-    )
+    rows = [ModuleRows(scope.module(shard.part), shard.part, shard.rows, shard.cols) for shard in shards]
+    return scope.adapters.linear(rows, apply, group)
 
 
 def _check(scope: Scope, weights: Matrix, rows: int, cols: int) -> None:

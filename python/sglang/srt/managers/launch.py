@@ -30,6 +30,7 @@ from sglang.srt.managers.front.media.served_media import ServedMedia, served_med
 from sglang.srt.managers.front.server_defaults import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.front.tokenizer_trial import TokenizerTrial
+from sglang.srt.managers.measure_first import measure_first
 from sglang.srt.managers.ray_cluster.installed import check_installed
 from sglang.srt.managers.reap import close_together
 from sglang.srt.managers.replica_processes import ReplicaProcesses, start_processes
@@ -170,4 +171,5 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
         by_class = description.transformers_class is not None
         media = served_media(args, model, description.media.tower.pixel_dtype(model.dtype), by_class)
     trial.check()
+    measure_first(args)
     return EngineHandle(args, model, media)

@@ -162,6 +162,14 @@ def load_checkpoint(
                 unused.append(stored_name)
         reads.wait()
         progress.update(progress.total - progress.n)
+    scales = [name for name in wanted if name.endswith(CACHE_SCALES)]
+    if (without := [name for name in scales if name not in loaded]) and parallel_state.is_leader():
+        logger.info(
+            "%s lacks %d of %d scales of the KV cache: they are 1, or those of --quantization-param-path",
+            model_path,
+            len(without),
+            len(scales),
+        )
     if unused and parallel_state.is_leader():
         logger.info(
             "%s has scales of the KV cache that are not used: %s. A cache in 16 bits needs none, a latent has one for"

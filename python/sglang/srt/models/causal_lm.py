@@ -42,6 +42,8 @@ from sglang.srt.blocks.pooled_latent.layer import PooledLatentAttention
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.blocks.pooled_sparse.layer import PooledSparseAttention
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
+from sglang.srt.blocks.region_sparse.layer import RegionSparseAttention
+from sglang.srt.blocks.region_sparse.spec import RegionSparse
 from sglang.srt.blocks.shared_sparse.layer import SharedSparseAttention
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.blocks.short_convolution.layer import ConvolvedOutput
@@ -112,6 +114,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     SharedSparse: BlockKind("attn", SharedSparseAttention),
     PooledSparse: BlockKind("attn", PooledSparseAttention),
     PooledLatent: BlockKind("attn", PooledLatentAttention),
+    RegionSparse: BlockKind("attn", RegionSparseAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     KimiDelta: BlockKind("kda", KimiDeltaAttention),
     Mamba2: BlockKind("ssm", Mamba2Mixer),

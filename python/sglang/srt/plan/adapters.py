@@ -25,6 +25,8 @@ EXPERT_MODULES: Mapping[str, frozenset[str]] = {
     "down": frozenset({"down_proj", "w2"}),
 }
 """Names of the matrices of experts in adapters."""
+BYTES_OF_SCALES = 8
+"""A factor and a shift in fp32 of each row of a linear layer, for adapters that scale rows."""
 RANK_MULTIPLE = 16
 """Ranks are padded to a multiple of it in memory; kernels stop at the rank."""
 
@@ -43,6 +45,8 @@ class AdapterPlan:
     strict: bool = False
     """Whether an adapter must have each linear layer that its config names."""
     ends: bool = False
+    dora: bool = False
+    """Whether adapters may scale the rows of linear layers."""
 
     @property
     def room(self) -> int:
@@ -78,13 +82,14 @@ class AdapterPlan:
         return self.ends if self.targets is None else not self.targets.isdisjoint(HEADS)
 
     def num_bytes(self, of_rank: RankWeights, dtype: str) -> int:
-        """Returns the bytes of A and B of all slots on a rank."""
-        elements = 0
+        """Returns the bytes of A and B of all slots on a rank, and of what scales rows."""
+        elements = scaled = 0
         for layer, matrix in layer_matrices(of_rank):
             if matrix.experts:
                 elements += self._of_experts(matrix)
             elif self.serves(of_rank.model.names.layer_module(layer, matrix.name, part) for part in matrix.parts):
                 elements += self.room * (len(matrix.parts) * matrix.cols + matrix.rows)
+                scaled += matrix.rows
         for layer, heads in latent_layers(of_rank):
             if self.serves([of_rank.model.names.layer_module(layer, "attn.kv_b")]):
                 rows = heads.shares(of_rank.ranks.attn_tp_size).padded_heads * (heads.nope_dim + heads.v_dim)
@@ -93,7 +98,9 @@ class AdapterPlan:
         plain = model.first_stage and model.embedding.norm is None
         num_ends = (plain and self.serves_embedding) + (model.last_stage and self.serves_head)
         elements += num_ends * self.room * (head.rows + head.cols)
-        return self.slots * elements * KV_DTYPE_BYTES[dtype]
+        scaled += head.rows if model.last_stage and self.serves_head else 0
+        of_scales = BYTES_OF_SCALES * scaled * (1 + self.slots) if self.dora else 0
+        return self.slots * elements * KV_DTYPE_BYTES[dtype] + of_scales
 
     def _of_experts(self, matrix: Matrix) -> int:
         """Returns the elements of A and B of a slot for a product of experts on a rank."""
@@ -110,7 +117,8 @@ class AdapterPlan:
         if self.targets is None and not self.ends:
             targets = "all but embed_tokens and lm_head"
         described = {"slots": self.slots, "max_rank": self.rank, "target_modules": targets}
-        return described | ({"experts_shared_outer": True} if self.shared_outer else {})
+        described |= {"experts_shared_outer": True} if self.shared_outer else {}
+        return described | ({"scaled_rows": True} if self.dora else {})
 
 
 def most_products(of_rank: RankWeights) -> int:
@@ -157,7 +165,10 @@ def plan_adapters(args: ServerArgs) -> AdapterPlan | None:
             raise UserError(f"{each.folder} has rank {each.largest_rank}, above --max-lora-rank {rank}.")
     shared = args.experts_shared_outer_loras or (shares_outer(files) and not args.no_experts_shared_outer_loras)
     ends = args.lora_target_modules == ["all"]
-    return AdapterPlan(args.max_loras_per_batch, min(rank, MAX_RANK), targets, shared, args.lora_strict_loading, ends)
+    dora = any(each.scales_rows for each in files)
+    return AdapterPlan(
+        args.max_loras_per_batch, min(rank, MAX_RANK), targets, shared, args.lora_strict_loading, ends, dora
+    )
 
 
 def shares_outer(adapters: Sequence[AdapterFiles]) -> bool:

@@ -123,6 +123,11 @@ class MixerDefaults(Protocol):
         return None
 
     @property
+    def further_ropes(self) -> tuple[Any, ...]:
+        """The rotary embeddings (RopeSpec) of the mixer besides its `rope`."""
+        return ()
+
+    @property
     def latents(self) -> Any:
         """The mixer itself if it is latent attention for which a backend plans a step."""
         return None
@@ -172,8 +177,9 @@ class MixerDefaults(Protocol):
         """Returns the mixer as attention to all tokens."""
         return self
 
-    def in_blocks(self, size: int) -> Self:
-        """Returns the mixer for drafts whose `size` rows of a request see each other."""
+    def in_blocks(self, size: int, causal: bool = False) -> Self:
+        """Returns the mixer for drafts whose `size` rows of a request see each other; `causal`: each those before
+        it."""
         raise TypeError(f"{type(self).__name__} has no rows that see each other")
 
     def with_input_size(self, size: int) -> Self:

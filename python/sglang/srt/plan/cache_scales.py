@@ -6,10 +6,10 @@
                   "k_scale": {"0": 0.0231, "1": [0.0195, 0.0119]},
                   "v_scale": {"0": 0.0042, "1": 0.0038}}}
 
-`scaling_factor` is the form that SGLang and vLLM read: by rank and by layer, one number for keys and values. Here the
-ranks of a server share the largest of their scales, so that a file serves any number of them. `k_scale` and `v_scale`
-are ours: by layer, a number or one for each KV head, of which the largest counts. Where they are given, they count
-before the others. Keys and values are divided by a scale when they are stored.
+`scaling_factor` is the form that SGLang and older vLLM read: by rank and by layer, one number for keys and values. Here
+the ranks of a server share the largest of their scales, so that a file serves any number of them. `k_scale` and
+`v_scale` are ours: by layer, a number or one for each KV head, of which the largest counts. Where they are given, they
+count before the others. Keys and values are divided by a scale when they are stored.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _merged(needs: Mapping[str, Need], need: Need) -> Iterator[Need]:
     elif not same_dims:
         yield replace(need, variant=f"{need.head_dim}x{need.v_head_dim}")
     elif need.op == "fused_moe" and need not in same_dims:
-        yield replace(need, variant=OF_DRAFT)
+        yield replace(need, variant=need.variant or OF_DRAFT)
     else:
         yield replace(same_dims[0], traits=same_dims[0].traits | need.traits)
 

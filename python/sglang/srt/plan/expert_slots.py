@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
-from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.quant_scheme import EXL3
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
@@ -102,11 +101,11 @@ def why_not(planner: Planner) -> str:
         return "experts in EXL3 stay in GPU memory"
     if planner.arch.unified_memory:
         return f"the memory of {planner.arch.product or planner.arch.name} is main memory"
-    num_experts = _experts_of_rank(model, parallel)
-    if num_experts > MAX_EXPERTS:
-        return f"a layer has {num_experts} experts, and slots are for up to {MAX_EXPERTS}"
-    if num_experts <= _fewest(model):
-        return f"a rank holds {num_experts} experts of a layer, and a token may choose all of them"
+    numbers = _experts_of_rank(model, parallel)
+    if max(numbers) > MAX_EXPERTS:
+        return f"a layer has {max(numbers)} experts, and slots are for up to {MAX_EXPERTS}"
+    if min(numbers) <= _fewest(model):
+        return f"a rank holds {min(numbers)} experts of a layer, and a token may choose all of them"
     return ""
 
 
@@ -116,7 +115,7 @@ def plan_in_main_memory(planner: Planner) -> Trial:
     if problem := why_not(planner):
         raise UserError(f"--enable-paged-experts: {problem}. Remove the flag.")
     model, parallel = planner.describe()
-    fewest, most = _fewest(model), _experts_of_rank(model, parallel)
+    fewest, most = _fewest(model), min(_experts_of_rank(model, parallel))
     asked = planner.args.paged_experts_num_resident
     if asked is not None and asked < fewest:
         raise UserError(
@@ -246,15 +245,14 @@ def _host_bytes(planner: Planner) -> int:
 
 
 def _fewest(model: ModelDescription) -> int:
-    """Returns how many experts a token chooses, the shared one included."""
-    blocks: list[MoE] = [experts for layer in model.layers if (experts := layer.ffn.experts)]
-    return max(experts.top_k + experts.fused_shared for experts in blocks)
+    """Returns the most experts that a token chooses of a layer, the shared one included."""
+    return max(experts.top_k + experts.fused_shared for experts in model.kinds_of_experts)
 
 
-def _experts_of_rank(model: ModelDescription, parallel: ParallelConfig) -> int:
-    """Returns the most experts of a layer that a rank holds."""
-    blocks: list[MoE] = [experts for layer in model.layers if (experts := layer.ffn.experts)]
-    return max(parallel.ranks.padded_experts(experts.num_experts) + experts.fused_shared for experts in blocks)
+def _experts_of_rank(model: ModelDescription, parallel: ParallelConfig) -> list[int]:
+    """Returns the number of experts that a rank holds of each kind of layers."""
+    padded = parallel.ranks.padded_experts
+    return [padded(experts.num_experts) + experts.fused_shared for experts in model.kinds_of_experts]
 
 
 def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> ExpertSlotPlan:
@@ -263,7 +261,7 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     model = of_rank.model
     features = planner.arch.features if planner.arch.device == "cuda" else None
     layers = expert_bytes(of_rank, parallel.dtype, features)
-    total, experts = sum(layers), _experts_of_rank(model, parallel)
+    total, experts = sum(layers), max(_experts_of_rank(model, parallel))
     processes = processes_of(planner.args, parallel.ranks)
     rate = FETCHED * bus_rate(planner.arch, planner.main_memory, processes)
     share, buffered = counts.slots / experts, min(counts.buffered, experts - counts.slots)

@@ -14,9 +14,11 @@ from sglang.srt.flag_checks import ONE_SAMPLER, OUR_SAMPLING
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.ledger_file import Ledger
+from sglang.srt.kernels.measured.choices import NOT_MEASURED, MeasuredChoices
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel
 from sglang.srt.kernels.tables import TABLES
+from sglang.srt.plan.measured_choices import measured_choice
 from sglang.srt.server_args import ServerArgs
 
 INSTALL = {
@@ -66,17 +68,24 @@ class KernelChoices:
 
 
 def choose_kernels(
-    args: ServerArgs, needs: Sequence[Need], arch: ArchTraits, packages: frozenset[str]
+    args: ServerArgs,
+    needs: Sequence[Need],
+    arch: ArchTraits,
+    packages: frozenset[str],
+    measured: MeasuredChoices = NOT_MEASURED,
 ) -> KernelChoices:
-    """Chooses a kernel for each need. With --strict-backends a kernel that a flag names and that cannot serve is a
-    NoKernel."""
+    """Chooses a kernel for each need: that of a flag, else what was measured to be fastest here, else the first of the
+    table. With --strict-backends a kernel that a flag names and that cannot serve is a NoKernel."""
     ledger = Ledger.load()
 
     def outcome(need: Need, asked: Asked | None) -> Choice | NoKernel:
         try:
-            return resolve(need, arch, ledger, packages, asked.kernel if asked else None)
+            choice = resolve(need, arch, ledger, packages, asked.kernel if asked else None)
         except NoKernel as none:
             return none
+        if not measured.by_question or (asked is not None and choice.tile is None):
+            return choice
+        return measured_choice(choice, arch, measured, lambda need, name: resolve(need, arch, ledger, packages, name))
 
     asked = {need: asked_kernel(args, need) for need in needs}
     if any(need.op == "sparse_attention" for need in needs):

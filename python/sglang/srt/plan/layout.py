@@ -197,13 +197,15 @@ def _class_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]
 
 
 def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
-    tp_size, ep_size, experts = ranks.tp_size, ranks.ep_size, model.experts
+    tp_size, ep_size = ranks.tp_size, ranks.ep_size
+    kinds = model.kinds_of_experts
     if tp_size % ep_size:
         yield f"--ep-size {ep_size} does not divide --tp-size {tp_size}, whose ranks share the experts"
-    if ep_size > 1 and experts is None:
+    if ep_size > 1 and not kinds:
         yield f"--ep-size {ep_size} shares out experts, and the model has none"
-    if experts is not None and ep_size > experts.num_experts:
-        yield f"--ep-size {ep_size} is more than the model's {experts.num_experts} experts"
+    fewest = min((experts.num_experts for experts in kinds), default=ep_size)
+    if ep_size > fewest:
+        yield f"--ep-size {ep_size} is more than the model's {fewest} experts"
     if tp_size % ranks.attn_dp_size:
         yield f"--attn-dp-size {ranks.attn_dp_size} does not divide --tp-size {tp_size}, whose ranks share out requests"
         return
@@ -216,10 +218,11 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
         if part := layer.ngrams.uneven_part(ranks.attn_tp_size):
             asked = f"--tp-size {tp_size}" + (f" --attn-dp-size {ranks.attn_dp_size}" if ranks.attn_dp_size > 1 else "")
             yield f"{asked} does not divide the {part}"
-    try:
-        expert_rows(model, ranks)
-    except UserError as error:
-        yield str(error)
+    for experts in kinds:
+        try:
+            expert_rows(model, ranks, experts)
+        except UserError as error:
+            yield str(error)
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:

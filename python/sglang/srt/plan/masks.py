@@ -129,10 +129,12 @@ class SelectedTokens(Mask):
 
 @dataclass(frozen=True, slots=True)
 class RowBlock(Mask):
-    """`size` rows of a request see each other, and before them all tokens, or those of a window (block drafts)."""
+    """`size` rows of a request see each other, and before them all tokens, or those of a window (block drafts).
+    `causal`: of each other, a row sees itself and those before it, and its window ends with it."""
 
     size: int
     before: Causal | SlidingWindow
+    causal: bool = False
 
     @property
     def window(self) -> int:

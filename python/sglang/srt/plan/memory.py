@@ -144,7 +144,7 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
     )
     if model.per_layer_inputs is not None:
         widest += model.per_layer_inputs.stream_elements
-    routing = groups * 4 * model.experts.num_experts * 2 if model.experts else 0
+    routing = groups * 4 * 2 * max((experts.num_experts for experts in model.kinds_of_experts), default=0)
     selected = 4 * max((layer.mixer.selected_slots(ranks.attn_tp_size) for layer in model.layers), default=0)
     transformed = _transformed_bytes(model, num_tokens, widest, ranks)
     return int((num_tokens * (widest * item + routing + selected) + transformed) * _FRAGMENTATION)
@@ -155,12 +155,13 @@ def _transformed_bytes(model: ModelDescription, num_tokens: int, widest: int, ra
     before their transform, and as much for each choice of an expert."""
     if model.quantization is None or EXL3.name not in model.quantization.schemes():
         return 0
-    hidden, experts = model.hidden_size, model.experts
-    num_bytes = DECODED_BYTES + 2 * num_tokens * (3 * hidden + widest)
-    if experts is not None:
-        inter = -(-experts.intermediate_size // ranks.expert_tp_size)
-        num_bytes += 2 * min(num_tokens, CHUNK_TOKENS) * experts.top_k * (3 * hidden + 5 * inter)
-    return num_bytes
+    hidden, tp_size = model.hidden_size, ranks.expert_tp_size
+    of_choices = (
+        experts.top_k * (3 * hidden + 5 * -(-experts.intermediate_size // tp_size))
+        for experts in model.kinds_of_experts
+    )
+    of_experts = 2 * min(num_tokens, CHUNK_TOKENS) * max(of_choices, default=0)
+    return DECODED_BYTES + 2 * num_tokens * (3 * hidden + widest) + of_experts
 
 
 def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
@@ -225,7 +226,7 @@ def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
 def rotary_bytes(model: ModelDescription, sizes: Sizes) -> int:
     """Returns the bytes of cosines and sines in fp32 of every position, one table for each kind of rotation in the
     model."""
-    rotations = {layer.mixer.rope for layer in model.layers}
+    rotations = {rope for layer in model.layers for rope in (layer.mixer.rope, *layer.mixer.further_ropes)}
     positions = sizes.num_positions, sizes.context_len
     return sum(rope.table_rows(*positions) * rope.rot_dim * 4 for rope in rotations if rope is not None)
 

@@ -20,7 +20,7 @@ from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import holds_head
 from sglang.srt.errors import UserError
-from sglang.srt.plan.equal_layers import interned
+from sglang.srt.plan.equal_layers import distinct, interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
 from sglang.srt.plan.families.family import PLAIN_EMBEDDING, PLAIN_LOGITS, Embedding, Family, Logits
@@ -110,8 +110,13 @@ class ModelDescription:
 
     @property
     def experts(self) -> MoE | None:
-        """The routed experts (those of all layers are equal); None: there are none."""
+        """The routed experts of the first layer that has some; None: there are none."""
         return next((experts for layer in self.layers if (experts := layer.ffn.experts)), None)
+
+    @property
+    def kinds_of_experts(self) -> tuple[MoE, ...]:
+        """The routed experts of the layers, of equal ones one: most models have one kind."""
+        return tuple(dict.fromkeys(experts for layer in distinct(self.layers) if (experts := layer.ffn.experts)))
 
     @property
     def per_layer_inputs(self) -> PerLayerEmbedding | None:

@@ -14,6 +14,7 @@ from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
+from sglang.srt.kernels.measured.choices import NOT_MEASURED, MeasuredChoices
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
@@ -73,6 +74,7 @@ class ModelPlanner:
     probe: Probe | None = None
     advises: bool = True
     main_memory: MainMemory = UNKNOWN
+    measured: MeasuredChoices = NOT_MEASURED
     slots: SlotCounts | None = None  # of experts in main memory
     described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
     drafts: dict[str, tuple[DraftConfig, DraftDescription] | None] = field(default_factory=dict)  # likewise
@@ -221,7 +223,8 @@ class ModelPlanner:
             adapters = adapters.for_names(model.names)
             ops = ("add_adapters", "add_expert_adapters") if adds_to_pairs(model) else ("add_adapters",)
             wanted = (*wanted, *(Need(op, q_dtype=parallel.dtype) for op in ops))
-        chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)
+        needs = tuple(map(self._with_probed_facts, wanted))
+        chosen = choose_kernels(args, needs, self.arch, self.packages, self.measured)
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)
         of_group = args_of_group(args, parallel.ranks.attn_dp_size)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.equal_layers import distinct
 from sglang.srt.plan.layer_spec import LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
+from sglang.srt.plan.weight_spec import Matrix, Weights
 
 
 def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]:
     """Returns the needs of a rank in the order of a layer. Needs of one op and shape are merged, with the traits of all
     layers; an op with several shapes has one need for each, told apart by `variant`."""
     model, dtype = of_rank.model, parallel.dtype
-    experts = _experts(of_rank)
-    feed_forward = _of_layers(model, lambda layer: (block.needs(parallel) for block in layer.token_blocks))
+    feed_forward = list(_feed_forward(of_rank, parallel))
     sharded = parallel.ranks.tp_size > 1
     per_layer = model.per_layer_inputs
     on_host = model.embedding.on_host or (per_layer is not None and per_layer.on_host)
@@ -32,8 +32,8 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
             _with_both_ways(need, model) for need in _of_layers(model, lambda layer: [layer.mixer.needs(parallel)])
         ),
         *_vision(model, dtype),
-        *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
-        *_wide_experts(feed_forward, model, experts),
+        *_merged(feed_forward),
+        *_wide_experts(of_rank, feed_forward),
         *([Need("all_reduce", q_dtype=dtype, ranks=parallel.ranks.tp_size)] if sharded else []),
     )
 
@@ -43,36 +43,74 @@ def _of_layers(model: ModelDescription, needs: Callable[[LayerSpec], Iterable[It
     return [need for layer in distinct(model.layers) for block in needs(layer) for need in block]
 
 
+def _feed_forward(of_rank: RankWeights, parallel: ParallelConfig) -> Iterator[Need]:
+    """Yields the needs of the layers' feed-forward blocks, in order, with the quantization, shapes and counts of their
+    experts. Those of equal layers come once."""
+    model, known = of_rank.model, set[int]()
+    for weights, layer in zip(of_rank.layers, model.layers, strict=True):
+        if id(layer) in known:
+            continue
+        known.add(id(layer))
+        for need in (need for block in layer.token_blocks for need in block.needs(parallel)):
+            experts = layer.ffn.experts
+            if need.op == "fused_moe" and experts is not None:
+                need = _with_experts(need, experts, weights, of_rank)
+            yield need
+
+
+def _with_experts(need: Need, experts: MoE, weights: Weights, of_rank: RankWeights) -> Need:
+    """Returns the need with quantization scheme, shapes and counts of a layer's routed experts."""
+    products = [part for part in weights if isinstance(part, Matrix) and part.experts]
+    shapes = tuple((product.rows, product.cols, product.bias) for product in products)
+    numbers = (products[0].experts, experts.top_k + experts.fused_shared, of_rank.ranks.ep_size)
+    quant = of_rank.model.expert_quant
+    return replace(need, quant=quant.scheme if quant else None, shapes=shapes, experts=numbers)
+
+
 WIDE_EXPERTS = "16_bits"
 """Variant of the need of experts in 16 bits, where other layers have quantized ones."""
 
 
-def _wide_experts(needs: Iterable[Need], model: ModelDescription, experts: dict[str, Any]) -> Iterator[Need]:
-    if model.wide_experts:
-        need = next(need for need in needs if need.op == "fused_moe")
-        yield replace(need, **experts | {"quant": None}, variant=WIDE_EXPERTS)
+def _wide_experts(of_rank: RankWeights, feed_forward: Iterable[Need]) -> Iterator[Need]:
+    """Yields the needs of experts in 16 bits, where other layers have quantized ones: one for each kind of experts."""
+    if not of_rank.model.wide_experts:
+        return
+    kinds = {need.shapes + (need.experts,): need for need in feed_forward if need.op == "fused_moe"}
+    for i, need in enumerate(kinds.values()):
+        wide = replace(need, quant=None)
+        yield replace(wide, variant=_variant_of_experts(wide) if i else WIDE_EXPERTS)
 
 
-def _experts(of_rank: RankWeights) -> dict[str, Any]:
-    """Returns quantization scheme, shapes and counts of the routed experts, as fields of their need."""
-    experts, quant = of_rank.model.experts, of_rank.model.expert_quant
-    if experts is None:
-        return {}
-    products = [matrix for matrix, _ in of_rank.matrices() if matrix.experts][:2]
-    shapes = tuple((product.rows, product.cols, product.bias) for product in products)
-    numbers = (products[0].experts, experts.top_k + experts.fused_shared, of_rank.ranks.ep_size)
-    return {"quant": quant.scheme if quant else None, "shapes": shapes, "experts": numbers}
+def _variant_of_experts(need: Need) -> str:
+    """Returns the variant of a further kind of experts, where layers differ in their width, their number, or how many a
+    token chooses."""
+    (count, top_k, _), (_, (_, width, _)) = need.experts, need.shapes
+    return _name_of_experts(count, width, top_k, need.quant)
+
+
+def _name_of_experts(count: int, width: int, top_k: int, scheme: str | None) -> str:
+    return f"{count}x{width}_top{top_k}_{scheme or WIDE_EXPERTS}"
+
+
+def key_of_experts(choices: Container[str], down: Matrix, top_k: int, scheme: str | None) -> str:
+    """Returns the key of the choice for experts whose second matrices are `down` on a rank. A token chooses `top_k` of
+    them."""
+    names = [_name_of_experts(down.experts, down.cols, top_k, scheme), *([] if scheme else [WIDE_EXPERTS])]
+    return next((key for name in names if (key := f"fused_moe/{name}") in choices), "fused_moe")
 
 
 def _merged(needs: Iterable[Need]) -> Iterator[Need]:
-    """Yields one need for each op and shape. Further shapes of an op, after the first, are named by their head dims."""
+    """Yields one need for each op and shape. Further shapes of an op, after the first, are named by their head dims or
+    their experts."""
     by_shape: dict[Need, frozenset[str]] = {}
     for need in dict.fromkeys(needs):  # most layers need the same
         shape = replace(need, traits=frozenset())
         by_shape[shape] = by_shape.get(shape, frozenset()) | need.traits
     seen: set[str] = set()
     for shape, traits in by_shape.items():
-        variant = f"{shape.head_dim}x{shape.v_head_dim}" if shape.op in seen else ""
+        variant = ""
+        if shape.op in seen:
+            variant = _variant_of_experts(shape) if any(shape.experts) else f"{shape.head_dim}x{shape.v_head_dim}"
         seen.add(shape.op)
         yield replace(shape, traits=traits, variant=variant)
 

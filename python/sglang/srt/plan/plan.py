@@ -12,6 +12,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.launch import FallbackTiles
 from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.measured.choices import NOT_MEASURED, MeasuredChoices
+from sglang.srt.kernels.measured.decision import MEASURED
 from sglang.srt.kernels.op import Op
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, PeerLinks, Tile
@@ -248,6 +250,7 @@ class Plan:
                     "kernel": choice.name,
                     "tile": None if choice.tile is None else tile_key(choice.tile),
                     "tiles": self.tile_configs[op].describe() if choice.spec.configs else [],
+                    **self._measured(op),
                     "remark": choice.remark,
                     "not_chosen": [str(rejection) for rejection in choice.rejected],
                 }
@@ -255,6 +258,13 @@ class Plan:
             },
             "warnings": [*self.errors, *self.warnings],
         }
+
+    def _measured(self, op: str) -> dict[str, Any]:
+        """Describes what was measured for an op on this GPU; empty if nothing was."""
+        lines = self.tile_configs[op].measured if op in self.tile_configs else ()
+        note = self.choices[op].note or ""
+        lines = (*([note] if note.startswith(MEASURED) else []), *lines)
+        return {"measured": list(lines)} if lines else {}
 
     def _sizes(self) -> dict[str, Any]:
         return {
@@ -281,6 +291,9 @@ class Plan:
                 logger.info("%s: tiles of %s", op, cut.source)
             for message in cut.warnings:
                 logger.warning(message)
+        for op in self.choices:
+            for line in self._measured(op).get("measured", ()):
+                logger.info("%s: %s", op, line)
         if self.description.shared_apart is not None:
             logger.info("The shared expert is computed apart from the routed ones: %s", self.description.shared_apart)
         if self.draft is not None:
@@ -320,6 +333,7 @@ def make_plan(
     host_bytes: int | None = None,
     tier_unasked: bool = False,
     main_memory: MainMemory = UNKNOWN,
+    measured: MeasuredChoices = NOT_MEASURED,
 ) -> Plan:
     """Makes the plan of one rank.
 
@@ -332,11 +346,14 @@ def make_plan(
         host_bytes: free main memory of the rank's machine; None: unknown
         tier_unasked: prefixes are kept in main memory by default, without a flag that asks for it
         main_memory: what experts may take of it
+        measured: what was measured on these GPUs
 
     Raises UserError where a kernel that was asked for cannot run, heads do not divide or weights do not fit.
     """
     packages = packages or installed_packages()
-    planner = ModelPlanner(args, model, arch, available_bytes, packages, True, links, probe, advises, main_memory)
+    planner = ModelPlanner(
+        args, model, arch, available_bytes, packages, True, links, probe, advises, main_memory, measured
+    )
     trial = trial_or_advice(planner)
     parallel, capacity, draft = trial.parallel, trial.capacity, trial.draft
     everything = with_draft_layers(trial.description, draft)
@@ -357,7 +374,7 @@ def make_plan(
         device=arch.device,
         ranks=parallel.ranks,
         choices=trial.chosen.by_key(),
-        tile_configs=make_tile_configs(trial.chosen.by_key().values(), arch),
+        tile_configs=make_tile_configs(trial.chosen.by_key().values(), arch, measured),
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.measured.choices import NOT_MEASURED, MeasuredChoices
 from sglang.srt.kernels.spec import Choice, Tile
 from sglang.srt.kernels.tile_configs import ANY, OpTileConfigs, TileConfig
 from sglang.srt.kernels.tiles import MIN_TOKENS
+from sglang.srt.plan.measured_choices import measured_tile_configs
 
 
-def make_tile_configs(choices: Iterable[Choice], arch: ArchTraits) -> Mapping[str, OpTileConfigs]:
+def make_tile_configs(
+    choices: Iterable[Choice], arch: ArchTraits, measured: MeasuredChoices = NOT_MEASURED
+) -> Mapping[str, OpTileConfigs]:
     """Returns the tile configs by the key of the need, without ops whose kernel takes no tile. Tiles without a ledger
     record are assumed to fit; if one does not, the launch falls back to a smaller one."""
-    tile_configs = ((choice.need.key, tile_configs_of(choice, arch)) for choice in choices)
+    tile_configs = ((choice.need.key, tile_configs_of(choice, arch, measured)) for choice in choices)
     return {key: cut for key, cut in tile_configs if cut is not None}
 
 
-def tile_configs_of(choice: Choice, arch: ArchTraits) -> OpTileConfigs | None:
+def tile_configs_of(choice: Choice, arch: ArchTraits, measured: MeasuredChoices = NOT_MEASURED) -> OpTileConfigs | None:
     """Returns the tile configs of one chosen kernel; None: it takes no tile."""
     if choice.spec.configs:
-        cut: OpTileConfigs = choice.make_tile_configs(arch)
-        return cut
+        return measured_tile_configs(choice, choice.make_tile_configs(arch), arch, measured)
     if choice.tile is None:
         return None
     tiles = (choice.tile, *choice.smaller_tiles)

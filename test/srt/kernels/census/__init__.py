@@ -25,6 +25,7 @@ from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
+from sglang.srt.blocks.region_sparse.spec import RegionSparse
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.layer_spec import Absent, FeedForward, LayerSpec
@@ -58,6 +59,7 @@ from .pooled_latent import launch_pooled_latent
 from .pooled_sparse import launch_pooled_sparse
 from .products import launch_gemv, launch_matrix, launch_quantized_head
 from .recurrent_state import launch_gated_delta, launch_mamba2
+from .region_sparse import launch_region_sparse
 from .shared_sparse import launch_shared_sparse
 from .short_convolution import launch_short_convolution
 from .trellis import launch_trellises
@@ -175,6 +177,7 @@ _MIXERS: dict[type, Callable[..., None]] = {
     CompressedSparse: launch_compressed_sparse,
     SharedSparse: launch_shared_sparse,
     PooledSparse: launch_pooled_sparse,
+    RegionSparse: launch_region_sparse,
     PooledLatent: launch_pooled_latent,
     GatedDelta: launch_gated_delta,
     KimiDelta: launch_kimi_delta,

@@ -39,7 +39,7 @@ def launch_block_sparse(shape: AttentionShape, indexer: BlockIndexer, rot: int, 
             block_scores(q, keys, rows, block, chosen, indexer.local_blocks, scores, tile=tile, num_sms=arch.num_sms)
         selection = Selection(empty(tokens * heads, chosen, dtype=torch.int32), blocks.counts)
         select_entries(scores.flatten(0, 1), blocks, chosen, selection.slots, selection.counts)
-        _attention(shape, selection, rows, block, arch)
+        launch_block_attention(shape, selection, rows, block, arch)
 
 
 def launch_token_sparse(shape: AttentionShape, indexer: TokenIndexer, rot: int, arch: ArchTraits) -> None:
@@ -51,10 +51,12 @@ def launch_token_sparse(shape: AttentionShape, indexer: TokenIndexer, rot: int, 
         counts = empty(tokens, dtype=torch.int32)
         rows = EntryRows(table, empty(tokens, dtype=torch.int64), counts, CONTEXT)
         selection = Selection(empty(tokens, indexer.top_k, dtype=torch.int32), counts)
-        _attention(shape, selection, rows, indexer.block, arch)
+        launch_block_attention(shape, selection, rows, indexer.block, arch)
 
 
-def _attention(shape: AttentionShape, selection: Selection, rows: EntryRows, block: int, arch: ArchTraits) -> None:
+def launch_block_attention(
+    shape: AttentionShape, selection: Selection, rows: EntryRows, block: int, arch: ArchTraits
+) -> None:
     heads, tokens = shape.num_kv_heads, len(rows)
     for dtype in CACHES:
         k, v = (empty(SLOTS, heads, dim, dtype=STORAGE_DTYPES[dtype]) for dim in (shape.head_dim, shape.v_head_dim))

@@ -60,22 +60,23 @@ def _whole_norm(shape: AttentionShape) -> None:
         whole_norm.qk_whole_norm(empty(8, q + 2 * k), empty(q), empty(k), 1e-6, (q, k), 1, reduce)
 
 
-def launch_rope_store(shape: AttentionShape, mixer: GQA) -> None:
+def launch_rope_store(shape: AttentionShape, mixer: GQA, four_bits: bool = True) -> None:
+    """`four_bits`: whether the layer's cache may have them."""
     norm, weight = mixer.qk_norm, None
     if isinstance(norm, PerHead):
         weight = empty(shape.head_dim, dtype=torch.float32 if norm.fp32 else BF16)
-    launch_rope_stores(shape, mixer.rotary_dim, weight, mixer.rope.is_neox_style)
+    launch_rope_stores(shape, mixer.rotary_dim, weight, mixer.rope.is_neox_style, four_bits)
 
 
 def launch_rope_stores(
-    shape: AttentionShape, rotary_dim: int, weight: torch.Tensor | None, is_neox_style: bool
+    shape: AttentionShape, rotary_dim: int, weight: torch.Tensor | None, is_neox_style: bool, four_bits: bool = True
 ) -> None:
     """Stores into caches of every type. weight: of the norms of heads."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     caches = [
         {name: empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for name in CACHE_NAMES} for dtype in CACHES
     ]
-    if (dim, dim) in fp4_head_dims():
+    if four_bits and (dim, dim) in fp4_head_dims():
         caches.append(fp4_caches(shape))
     for stored, tokens in itertools.product(caches, (1, 100, 300)):
         rope_store.qk_norm_rope_store(

@@ -187,7 +187,7 @@ def test_attention(
             cache.unflatten(0, (-1, block))[unread] = float("nan")
     got = torch.full((len(entries), heads, dims[1]), float("nan"), device=DEVICE, dtype=BF16)
     arguments = (*caches, selection, entries.counts, block)
-    launch = tiles_of("block_attention", kv_dtype, (dims[0], DIM))[tile]
+    launch = tiles_of("block_attention", kv_dtype, dims)[tile]
     block_attention_fwd(q, *arguments, got, scale=0.05, tile=launch, num_sms=sms, **scales)
     want = torch.empty(len(entries), heads, dims[1], device=DEVICE, dtype=torch.float64)
     native_sparse_ops.attend_blocks(q.double(), *arguments, want, scale=0.05, **scales)

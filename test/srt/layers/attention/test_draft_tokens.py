@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import decode_atten
 from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
-from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.step_widths import VERIFY_ROWS, StepWidths
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
@@ -212,6 +212,26 @@ def test_the_backend_attends_to_draft_tokens_as_to_prompts() -> None:
             outs.append(torch.full_like(q, float("nan"), dtype=torch.float32))
             metadata.attend(q, *new, layer, outs[-1])
         assert relative_error(*outs) < BOUNDS[None]
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("window", [0, 33])
+def test_causal_blocks_of_drafts_attend_as_draft_tokens(window: int) -> None:
+    """Through the builder of decoding requests, whose site counts the rows of a block as heads."""
+    width, heads = 4, (6, 2)
+    p = problem(width, heads, (64, 64))
+    choices = {op: SimpleNamespace(name="triton") for op in ("decode_attention", "extend_attention")}
+    plan = plan_of(p, max_running_requests=5, verified_tokens=1, choices=choices, context_len=1 << 15)
+    layer = layer_of(p, sliding_window=window)
+    shape = replace(layer.site.shape, num_heads=width * heads[0])
+    builder = TritonAttnBackend(plan, p.device).decode_builder(replace(layer.site, shape=shape))
+    store_new_tokens(p)
+    want, lens = run(p, width, sliding_window=window)
+    rows = DecodeRows(p.req_pool_indices, lens, (TokenSlots(p.req_to_token, new_slots(p)),))
+    metadata = builder.build(rows)
+    out = torch.full_like(p.q, float("nan"), dtype=torch.float32)
+    metadata.attend(p.q, layer, out, starts=p.prefix)
+    assert torch.equal(out, want)
 
 
 @pytest.mark.pairs

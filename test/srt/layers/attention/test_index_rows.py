@@ -31,7 +31,13 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("num_tokens", "first", "count", "heads", "dims"),
-    [(1, 0, 1, 32, (128, 64)), (5, 2, 3, 64, (128, 64)), (40, 0, 0, 32, (128, 64)), (40, 40, 0, 5, (24, 16))],
+    [
+        (1, 0, 1, 32, (128, 64)),
+        (5, 2, 3, 64, (128, 64)),
+        (40, 0, 0, 32, (128, 64)),
+        (40, 40, 0, 5, (24, 16)),
+        (9, 0, 9, 4, (256, 32)),
+    ],
 )
 def test_keys_and_queries(
     num_tokens: int, first: int, count: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, is_neox_style: bool

@@ -125,39 +125,41 @@ PROMPTS = (list(range(61, 68)) + list(range(290, 296)) + [0], [4] * 7 + [1] * 6 
 
 @interpreter.kernel_test
 @pytest.mark.parametrize(
-    ("heads", "dtype", "rows", "run", "rate", "tile"),
+    ("heads", "dtype", "rows", "run", "rate", "tile", "dim"),
     [
-        (64, E4M3, DECODED, 1, 1, 0),
-        (64, E4M3, PROMPTS, 4, 1, 0),
-        (32, E4M3, PROMPTS, 1000, 1, 0),
-        (32, E4M3, DECODED, 1, 1, 1),
-        (64, BF16, PROMPTS, 4, 1, 0),
-        (32, BF16, DECODED, 1, 1, 1),
-        (64, E4M3, ([60, 74, 75, 3], [5, 2, 2, 1]), 4, 4, 0),
+        (64, E4M3, DECODED, 1, 1, 0, 128),
+        (64, E4M3, PROMPTS, 4, 1, 0, 128),
+        (32, E4M3, PROMPTS, 1000, 1, 0, 128),
+        (32, E4M3, DECODED, 1, 1, 1, 128),
+        (64, BF16, PROMPTS, 4, 1, 0, 128),
+        (32, BF16, DECODED, 1, 1, 1, 128),
+        (64, E4M3, ([60, 74, 75, 3], [5, 2, 2, 1]), 4, 4, 0, 128),
+        (4, BF16, DECODED, 2, 1, 0, 256),
+        (4, BF16, PROMPTS, 8, 1, 1, 256),
     ],
 )
 def test_logits(
-    heads: int, dtype: torch.dtype, rows: tuple[list[int], list[int]], run: int, rate: int, tile: int
+    heads: int, dtype: torch.dtype, rows: tuple[list[int], list[int]], run: int, rate: int, tile: int, dim: int
 ) -> None:
     torch.manual_seed(2)
     top_k = 40
     entries = entry_rows(*rows, rate=rate, run=run)
-    keys, scales = torch.zeros(SLOTS, 1, 128, device=DEVICE, dtype=dtype), None
+    keys, scales = torch.zeros(SLOTS, 1, dim, device=DEVICE, dtype=dtype), None
     if dtype == E4M3:
         scales = torch.zeros(SLOTS, 1, device=DEVICE)
     native.index_key_store(
-        torch.randn(SLOTS, 128, device=DEVICE).to(BF16), keys, scales, torch.arange(SLOTS, device=DEVICE)
+        torch.randn(SLOTS, dim, device=DEVICE).to(BF16), keys, scales, torch.arange(SLOTS, device=DEVICE)
     )
     q, weights = native.index_queries(
-        torch.randn(len(entries), heads, 128, device=DEVICE).to(BF16),
+        torch.randn(len(entries), heads, dim, device=DEVICE).to(BF16),
         torch.randn(len(entries), heads, device=DEVICE),
-        (128 * heads) ** -0.5,
+        (dim * heads) ** -0.5,
         dtype,
     )
     expected = native.index_logits(q, weights, keys, scales, entries)
     width = -(-entries.max_count // 16) * 16
     logits = torch.full((len(entries), width), float("nan"), device=DEVICE)
-    choice = tiles_of("sparse_indexer", (128, 128), "fp8_e4m3" if dtype == E4M3 else "bfloat16")[tile]
+    choice = tiles_of("sparse_indexer", (dim, dim), "fp8_e4m3" if dtype == E4M3 else "bfloat16")[tile]
     index_logits(q, weights, keys, scales, entries, top_k, logits, tile=choice, num_sms=NUM_SMS)
     written = (torch.arange(width, device=DEVICE) < entries.counts[:, None]) & (entries.counts > top_k)[:, None]
     assert torch.equal(~logits.isnan(), written)

@@ -63,7 +63,8 @@ class CompressedSparse(MixerDefaults):
     def uneven_part(self, tp_size: int) -> str:
         return f"{self.o_groups} groups of attention's output" if self.o_groups % tp_size else ""
 
-    def in_blocks(self, size: int) -> CompressedSparse:
+    def in_blocks(self, size: int, causal: bool = False) -> CompressedSparse:
+        assert not causal, "no such drafts are known"
         return replace(self, block=size)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,7 @@ from sglang.srt.plan.attention_parts import (
 )
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
+from sglang.srt.plan.masks import RowBlock
 from sglang.srt.plan.ranks import ShardRange
 
 if TYPE_CHECKING:
@@ -232,15 +233,20 @@ def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x
 
 
+BLOCK_STARTS = "block_starts"
+"""Key of a step's cache: the position [R] int32 of each request's first row in a causal block."""
+
+
 class BlockAttention(GQAttention):
     """Attention of a block draft, whose rows come in blocks of one request each (`RowBlock`), [R * B, H] -> [R * B,
     H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.gate is None and spec.cache == OWN_CACHE
+        assert not isinstance(spec.gate, ElementGate) and spec.cache == OWN_CACHE
         super().__init__(scope, spec, site)
         self.block = spec.mask.rows
-        if (sinks := self.attention.sinks) is not None:
+        self.causal = isinstance(spec.mask, RowBlock) and spec.mask.causal
+        if (sinks := self.attention.sinks) is not None and not self.causal:  # rows that count as heads have theirs
             self.attention.sinks = sinks.new_empty(self.num_heads * self.block)
             scope.finish.append(functools.partial(self._take_sinks, sinks))
 
@@ -250,13 +256,32 @@ class BlockAttention(GQAttention):
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         q, k, v, _ = self._stored(x, batch)
+        rows = self._attend_causally(q, batch) if self.causal else self._attend(q, k, v, batch)
+        if self.head_gate is not None:
+            rows = self.gate_heads(rows, self.head_gate(values_of(x)))
+        if self.value_scale != 1.0:
+            rows.mul_(self.value_scale)
+        return self.out(rows)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Returns the output [R * B, Hq * Dv] of rows that see the whole block: they count as heads of one row."""
         group = self.num_heads // self.num_kv_heads
         blocks = q.reshape(-1, self.block, self.num_kv_heads, group, self.head_dim).transpose(1, 2)
         out = self.attention(blocks.reshape(len(blocks), -1, self.head_dim), k, v, batch)
-        if self.value_scale != 1.0:
-            out.mul_(self.value_scale)
         rows = out.view(-1, self.num_kv_heads, self.block, group * self.head_dim).transpose(1, 2)
-        return self.out(rows.reshape(len(q), -1))
+        return rows.reshape(len(q), -1)
+
+    def _attend_causally(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Returns the output [R * B, Hq * Dv] of rows that see those of their block before them."""
+        starts = batch.step_cache.get(BLOCK_STARTS)
+        if starts is None:
+            starts = batch.step_cache[BLOCK_STARTS] = batch.positions[:: self.block].to(torch.int32)
+        out = torch.empty((*q.shape[:2], self.attention.v_head_dim), dtype=q.dtype, device=q.device)
+        metadata = batch.metadata[self.attention.site].decode
+        assert metadata is not None
+        features: dict[str, Any] = {"starts": starts}
+        metadata.attend(q, self.attention, out, **features)
+        return out.flatten(1)
 
     def _take_sinks(self, sinks: torch.Tensor) -> None:
         """Gives every row of a block the sinks [heads] of its heads, in the order in which rows count as heads."""

@@ -143,9 +143,9 @@ class GQA(MixerDefaults):
         """Returns the mixer without keys and values of its own: it attends to those of layer number `layer`."""
         return replace(self, cache=CacheOfLayer(layer), values=Values(self.values.dim))
 
-    def in_blocks(self, size: int) -> Self:
+    def in_blocks(self, size: int, causal: bool = False) -> Self:
         assert isinstance(self.mask, Causal | SlidingWindow), "rows of drafts see all tokens, or a window"
-        return replace(self, mask=RowBlock(size, self.mask))
+        return replace(self, mask=RowBlock(size, self.mask, causal))
 
     def with_input_size(self, size: int) -> Self:
         return replace(self, input_size=size)

@@ -33,7 +33,7 @@ from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import experts_of
 from sglang.srt.layers.quantization.trellis_experts import TrellisExperts
 from sglang.srt.plan.cpu_experts import FLAG
-from sglang.srt.plan.needs import WIDE_EXPERTS
+from sglang.srt.plan.needs import key_of_experts
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -75,8 +75,9 @@ class MoELayer:
         self.on_cpus: LayerOnCpus | None = None
         if spec.cpu_threads:
             scope.finish.append(partial(self._share_with_cpus, scope, spec.cpu_threads))
-        wide = f"fused_moe/{WIDE_EXPERTS}"
-        self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
+        quant = self.experts.quant
+        scheme = quant.scheme if quant else None
+        self.op = key_of_experts(scope.plan.choices, sizes.w2, spec.top_k + fused, scheme)
         self.products: Callable[..., torch.Tensor]
         if isinstance(self.experts, TrellisExperts):
             self.products = scope.plan.entry(TRELLIS_MOE, self.op)

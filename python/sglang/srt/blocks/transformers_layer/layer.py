@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.needs import WIDE_EXPERTS
+from sglang.srt.plan.needs import key_of_experts
 from sglang.srt.plan.transformers_backend.facts import LinearFact
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ class RoutedExperts:
         )
         self.group, self.activation, self.local, self.step = groups.experts, spec.activation, sizes.local, step
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
-        wide = f"fused_moe/{WIDE_EXPERTS}"
-        op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
+        quant = self.experts.quant
+        op = key_of_experts(scope.plan.choices, sizes.w2, spec.top_k, quant.scheme if quant else None)
         self.products = scope.plan.entry(FUSED_MOE, op)
         self.configs, self.features = scope.plan.tiles(op), scope.plan.arch.features
 

@@ -29,10 +29,9 @@ _IGNORED = frozenset({
 `fan_in_fan_out` describes how the base model's own weights lie."""
 _READ = frozenset({
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "bias",
-    "target_parameters", "ensure_weight_tying",
+    "target_parameters", "ensure_weight_tying", "use_dora",
 })  # fmt: skip
 _REFUSED: Mapping[str, str] = {
-    "use_dora": "the magnitudes of DoRA are not computed; merge the adapter into the model",
     "modules_to_save": "whole modules are not replaced; merge the adapter into the model",
     "trainable_token_indices": "trained rows of the embedding are not added; merge the adapter into the model",
     "lora_bias": "biases of B are not added",
@@ -71,6 +70,8 @@ class AdapterConfig:
     tied: bool = False
     """True: an output head that is tied to the embedding has the embedding's A and B transposed, though it is none of
     the targets."""
+    dora: bool = False
+    """True: rows of W + B A are scaled to lengths that the adapter has (DoRA)."""
 
     @property
     def largest_rank(self) -> int:
@@ -138,6 +139,7 @@ def adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig:
         excluded=_targets(values.get("exclude_modules") or [], "exclude_modules", source),
         parameters=_parameters(values.get("target_parameters"), source),
         tied=config.default("ensure_weight_tying", bool, False),
+        dora=config.default("use_dora", bool, False),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang.srt.configs.adapters.config import CONFIG_NAME, EMBEDDINGS, HEADS, AdapterConfig, read_adapter_config
@@ -21,6 +21,8 @@ MAX_HEADER_BYTES = 64 << 20
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PREFIXES = ("base_model.model.", "base_model.")
 _PAIR = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+"""The lengths that DoRA gives the rows of a module."""
 _BASE = re.compile(rf"(?P<module>(?:.+\.)?(?:{'|'.join((*EMBEDDINGS, *HEADS))}))\.base_layer\.weight")
 """The weight of the base model that PEFT saves with adapters of the embedding and of the output head."""
 _FLAT = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
@@ -28,9 +30,6 @@ _FLAT = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
 gate and up (which it calls `base_layer`), then for down."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _CHUNK = 1 << 22
-_OTHERS: Mapping[str, str] = {
-    "lora_magnitude_vector": "the magnitudes of DoRA are not computed",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class AdapterPair:
     """The tensors of one module: their names in the file, its rank, and the factor of B A. `experts`: of how many
     experts they are; 0: the module is a linear layer. `flat`: A [E * r, in] and B [out, r * E] of all of them, as PEFT
     writes them; otherwise [E, r, in] and [E, out, r], one of them with one expert where all share it. `exchanged`: of a
-    flat pair, each of A and B has the other's place."""
+    flat pair, each of A and B has the other's place. `magnitude`: the tensor of DoRA's lengths; "": there is none."""
 
     a: str
     b: str
@@ -51,6 +50,7 @@ class AdapterPair:
     shares_a: bool = False
     shares_b: bool = False
     exchanged: bool = False
+    magnitude: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,11 @@ class AdapterFiles:
     def largest_rank(self) -> int:
         """Returns the largest rank of a module that it has."""
         return max(pair.rank for pair in self.pairs.values())
+
+    @property
+    def scales_rows(self) -> bool:
+        """Returns whether it scales rows of the model's weights, as DoRA does."""
+        return any(pair.magnitude for pair in self.pairs.values())
 
 
 def read_adapter_files(folder: Path) -> AdapterFiles:
@@ -110,14 +115,17 @@ def _check_base(name: str, stored: Stored, pair: AdapterPair | None, path: Path)
 
 def _pairs(tensors: Mapping[str, Stored], config: AdapterConfig, path: Path) -> dict[str, AdapterPair]:
     sides: dict[str, dict[str, str]] = {}
+    magnitudes: dict[str, dict[str, str]] = {}
     for name, tensor in tensors.items():
+        if (length := _MAGNITUDE.fullmatch(name)) is not None:
+            _put(magnitudes, length["module"], "lora_magnitude_vector", name, path)
+            continue
         match = _PAIR.fullmatch(name)
         if match is None:
-            why = next((why for part, why in _OTHERS.items() if part in name), "it is no A or B of a linear layer")
-            raise UserError(f"{path}: the tensor {name[:256]!r} is not supported: {why}.")
+            raise UserError(f"{path}: the tensor {name[:256]!r} is not supported: it is no A or B of a linear layer.")
         if tensor.dtype not in FLOATS or len(tensor.shape) not in (2, 3):
             raise UserError(f"{path}: {name} must be a matrix of floats; it is {tensor.dtype} {list(tensor.shape)}.")
-        sides.setdefault(_module(match["module"]), {})[match["side"]] = name
+        _put(sides, match["module"], match["side"], name, path)
     if not sides:
         raise UserError(f"{path} has no tensors.")
     pairs = {}
@@ -132,7 +140,47 @@ def _pairs(tensors: Mapping[str, Stored], config: AdapterConfig, path: Path) -> 
             pairs[parameter] = _flat_pair(parameter, names, tensors, config, path)
         else:
             pairs[module] = _pair(module, names, tensors, config, path)
-    return pairs
+    return _with_magnitudes(
+        pairs, {module: name for module, each in magnitudes.items() for name in each.values()}, tensors, config, path
+    )
+
+
+def _put(names: dict[str, dict[str, str]], module: str, side: str, name: str, path: Path) -> None:
+    """Notes the tensor of one side of a module. Raises UserError for a second one."""
+    of_module = names.setdefault(_module(module), {})
+    if side in of_module:
+        raise UserError(f"{path}: {of_module[side]} and {name} are of the same module; only one of them can be meant.")
+    of_module[side] = name
+
+
+def _with_magnitudes(
+    pairs: dict[str, AdapterPair],
+    magnitudes: Mapping[str, str],
+    tensors: Mapping[str, Stored],
+    config: AdapterConfig,
+    path: Path,
+) -> dict[str, AdapterPair]:
+    """Returns the pairs with DoRA's lengths: each has some, or none has. magnitudes: the tensors by module."""
+    if not config.dora:
+        if magnitudes:
+            name = next(iter(magnitudes.values()))
+            raise UserError(f"{path} has {name}, but {CONFIG_NAME} does not say use_dora.")
+        return pairs
+    lone = next((name for module, name in magnitudes.items() if module not in pairs), None)
+    if lone is not None:
+        raise UserError(f"{path}: {lone} has no A and B beside it.")
+    scaled = {}
+    for module, pair in pairs.items():
+        if pair.experts or module.endswith(EMBEDDINGS):
+            raise UserError(f"{path}: use_dora is not supported for {module}: only linear layers are scaled by row.")
+        lengths = magnitudes.get(module)
+        if lengths is None:
+            raise UserError(f"{path}: {module} has no lora_magnitude_vector, but {CONFIG_NAME} says use_dora.")
+        stored = tensors[lengths]
+        if stored.dtype not in FLOATS or list(stored.shape) != [pair.outputs]:
+            raise UserError(f"{path}: {lengths} is {stored.dtype} {list(stored.shape)}, its B is of [{pair.outputs}].")
+        scaled[module] = replace(pair, magnitude=lengths)
+    return scaled
 
 
 def _product(flat: re.Match[str], sides: Mapping[str, Mapping[str, str]], config: AdapterConfig, path: Path) -> str:
@@ -177,7 +225,7 @@ def _pair_of_experts(
     """Returns the pair of tensors with a dimension of experts."""
     a, b = (tensors[names[side]].shape for side in "AB")
     wanted = config.rank_of(module)
-    experts = max(a[0], b[0])
+    experts = max(1, a[0], b[0])
     shared = {1, experts}
     if len(a) != 3 or len(b) != 3 or a[1] != wanted or b[2] != wanted or not {a[0], b[0]} <= shared:
         raise UserError(

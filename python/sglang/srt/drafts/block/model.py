@@ -13,7 +13,8 @@ from sglang.srt.drafts.block.heads import BlockHead, build_block_head, build_con
 from sglang.srt.drafts.block.mask_vector import MaskVector
 from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.model import PartsDraft
-from sglang.srt.layers.residual import MIXER
+from sglang.srt.layers.quantization.activations import values_of
+from sglang.srt.layers.residual import MIXER, SumJoin
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -33,6 +34,8 @@ class BlockDraft(PartsDraft[Block]):
         parts, form = self.parts, self.form
         self.fc = parts.unpacked(form.num_aux_layers * form.aux_size, "fc")
         self.hidden_norm = parts.norm("hidden_norm")
+        counted = range(form.num_aux_layers if form.aux_norms else 0)
+        self.aux_norms = [parts.norm(f"aux_hidden_norms.{i}", form.aux_size) for i in counted]
         self.layers = [parts.layer(i, partial(self._convolved, i)) for i in range(len(parts.model.layers))]
         self.ending = parts.ending()
         self.head: BlockHead | None = build_block_head(parts, form)
@@ -48,13 +51,20 @@ class BlockDraft(PartsDraft[Block]):
         return ConvolvedBlock(scope, spec, block, self.parts.model.hidden_size, self.form.size)
 
     def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.hidden_norm(self.fc(torch.cat(list(aux_hidden_states), dim=-1)), None)[0]
+        rows = list(aux_hidden_states)
+        if self.aux_norms:
+            rows = [norm(each, None)[0] for norm, each in zip(self.aux_norms, rows, strict=True)]
+        return self.hidden_norm(self.fc(torch.cat(rows, dim=-1)), None)[0]
 
     def keep(self, batch: ForwardBatch, features: torch.Tensor) -> None:
         """Stores every layer's keys and values of the batch's tokens, computed from the features [T, H]."""
         for layer in self.layers:
-            (_, attention), *_ = layer.blocks
-            attention.keep(features, batch)
+            (join, attention), *_ = layer.blocks
+            rows = features
+            if self.form.input_norms:
+                assert isinstance(join, SumJoin) and join.norm is not None
+                rows = values_of(join.norm(features, None)[0])
+            attention.keep(rows, batch)
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         embedded = self.parts.embedding(batch.input_ids)

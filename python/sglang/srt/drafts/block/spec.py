@@ -112,6 +112,10 @@ class Convolution:
         return (projection, Elements(2 * self.taps * hidden_size))
 
 
+NOWHERE, IN_WINDOWS, EVERYWHERE = "", "windows", "all"
+"""In which layers rows of a block see those before them alone: none, those with a window, all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block(Form):
     """A DFlash draft: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in one
@@ -123,6 +127,9 @@ class Block(Form):
         head: corrects the draft tokens from left to right
         convolution: around both blocks of each of the `num_layers` layers
         mask_vector: mask tokens have an embedding of the draft's own, which is in a file beside its weights
+        causal: in which layers a row sees those before it, but not those behind it: NOWHERE, IN_WINDOWS or EVERYWHERE
+        aux_norms: the aux hidden states of each layer have a norm of their own
+        input_norms: layers norm what they make keys and values of as they norm their input
         confidence: predicts how likely draft tokens are accepted, by which steps are shortened
     """
 
@@ -137,6 +144,9 @@ class Block(Form):
     num_layers: int = 0
     confidence: Confidence | None = None
     mask_vector: bool = False
+    causal: str = NOWHERE
+    aux_norms: bool = False
+    input_norms: bool = False
 
     computed_by = "sglang.srt.drafts.block.model:BlockDraft"
     proposed_by = "sglang.srt.drafts.block.drafter:DraftBlock"
@@ -152,4 +162,5 @@ class Block(Form):
         head = () if self.head is None else self.head.weights(hidden_size, self.vocab_size)
         convolutions = () if self.convolution is None else self.convolution.weights(hidden_size) * 2 * self.num_layers
         confidence = () if self.confidence is None else self.confidence.weights(hidden_size)
-        return (*backbone, *convolutions, *head, *confidence, Elements(hidden_size * self.mask_vector))
+        norms = Elements(hidden_size * self.mask_vector + aux * self.aux_norms)
+        return (*backbone, *convolutions, *head, *confidence, norms)

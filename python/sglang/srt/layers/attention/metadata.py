@@ -8,6 +8,9 @@ step's metadata, and the metadata computes attention:
     metadata.decode.attend(q[:D], layer, out[:D])
     metadata.extend.attend(q, k, v, layer, out)
 
+For causal blocks of drafts, `decode.attend` also takes `starts` [D] int32: q and out then have as many rows for each
+request, at the positions from its start on, and each sees the tokens up to itself. Backends that serve blocks have it.
+
 For layers with biases by distance, `attend` also takes `bias` [rows of q, Hq, bias_extent]; backends that serve
 "relative_bias" have it.
 

@@ -15,9 +15,10 @@ import torch
 
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
 from sglang.srt.layers.native_ops import load_cache
+from sglang.srt.layers.step_rows import DecodeRows
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import ExtendRows
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
     from sglang.srt.plan.plan import Plan
@@ -124,14 +125,29 @@ class NativeDecodeMetadata:
     seq_lens: list[int]
 
     def attend(
-        self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
     ) -> None:
+        if starts is not None:
+            self._row_by_row(len(q) // len(starts), starts).attend(q, layer, out)
+            return
         start = 0
         while start < len(q):
             group = _group(self.seq_lens, start, layer.num_heads)
             biased = None if bias is None else bias[group]
             out[group] = self._attend_group(q[group], layer, group, bias=biased)
             start = group.stop
+
+    def _row_by_row(self, width: int, starts: torch.Tensor) -> NativeDecodeMetadata:
+        """Returns the metadata of `width` rows for each request, from its start on, as decoding requests."""
+        rows = self.rows
+        ends = torch.minimum(starts[:, None] + torch.arange(1, width + 1), rows.seq_lens[:, None]).flatten()
+        slots = rows.req_pool_indices.repeat_interleave(width)
+        return NativeDecodeMetadata(DecodeRows(slots, ends.to(torch.int32), rows.token_slots), ends.tolist())
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Attends as `dcp.PartMetadata` says."""

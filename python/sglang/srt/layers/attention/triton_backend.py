@@ -144,9 +144,14 @@ class TritonDecodeMetadata:
     plan: DecodePlan
 
     def attend(
-        self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
     ) -> None:
-        self.builder.fallbacks.run(lambda tile: self._launch(tile, q, layer, out, bias=bias))
+        self.builder.fallbacks.run(lambda tile: self._launch(tile, q, layer, out, bias=bias, starts=starts))
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Attends as `dcp.PartMetadata` says."""
@@ -160,12 +165,14 @@ class TritonDecodeMetadata:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
     ) -> None:
         builder, rows = self.builder, self.rows
         if tile is not self.plan.tile:
             self.plan = builder.step_down(tile, lambda: builder.plan(rows))
         sinks = layer.sinks if lse is None else None
-        _decode(self.plan, q, layer, out, rows, rows.seq_lens, bias, sinks=sinks, lse=lse)
+        options = {} if starts is None else {"prefix_lens": starts}
+        _decode(self.plan, q, layer, out, rows, rows.seq_lens, bias, sinks=sinks, lse=lse, **options)
 
 
 def _decode(

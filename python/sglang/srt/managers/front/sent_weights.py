@@ -113,8 +113,9 @@ def _sent_file(serialized: str) -> Path | None:
     """Returns the file that a handle names; None for the content of one."""
     if len(serialized) > MAX_HANDLE:
         return None
+    handle = _from_base64(serialized)
     try:
-        return sent_tensors.sent_file(_from_base64(serialized))
+        return sent_tensors.sent_file(handle)
     except ValueError as error:
         raise RequestError(f"serialized_named_tensors holds a handle, but {error}") from None
 

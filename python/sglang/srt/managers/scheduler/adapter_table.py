@@ -137,6 +137,10 @@ class AdapterTable:
             loaded = Loaded(reading.adapter)
         if pinned and not loaded.pinned and self._num_pinned() + 1 >= self._num_slots:
             return f"--max-loras-per-batch {self._num_slots} leaves no slot for others if one more adapter is pinned"
+        if loaded.adapter.lengths:
+            layers = self._runner.adapters
+            assert layers is not None
+            layers.scale(loaded.adapter)
         loaded.pinned = loaded.pinned or pinned
         self._loaded[adapter_id] = loaded
         return ""
@@ -149,6 +153,11 @@ class AdapterTable:
     def forget_reading(self, adapter_id: str) -> None:
         """Forgets what was read of an adapter, or is being read."""
         self._reading.pop(adapter_id, None)
+
+    @property
+    def has_scaled(self) -> bool:
+        """Returns whether an adapter is loaded that scales rows of the model's weights."""
+        return any(loaded.adapter.scales for loaded in self._loaded.values())
 
     def _num_pinned(self) -> int:
         return sum(loaded.pinned for loaded in self._loaded.values())

@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.agreement import agree_on_gpus, agreed_plan, refuse_unlike_tiles
 from sglang.srt.distributed.nodes import agree, use_interface
+from sglang.srt.distributed.shared_records import shared_choices
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import (
     ArchTraits,
@@ -31,6 +32,7 @@ from sglang.srt.hardware.topology import Topology, library_topology, pci_topolog
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, ranges_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.launch import tiles_in_use
+from sglang.srt.kernels.measured.choices import NOT_MEASURED, MeasuredChoices
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.layers.moe.cpu_experts.measured import rate_for_experts
@@ -88,6 +90,7 @@ def create_plan(
             agree(args, model)
     agreed = agree_on_gpus(arch, gpu_of_rank(args, arch, gpu))
     arch = agreed.arch
+    measured = measured_choices(args, gpu) if on_gpu else NOT_MEASURED
     links = None
     if on_gpu and args.tp_size > 1:
         links = with_library_topology(
@@ -111,7 +114,7 @@ def create_plan(
     def make(main_memory: MainMemory) -> Plan:
         return make_plan(
             planned, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host,
-            tier_unasked=by_default, main_memory=main_memory,
+            tier_unasked=by_default, main_memory=main_memory, measured=measured,
         )  # fmt: skip
 
     def agree_on(memory: MainMemory) -> Plan:
@@ -119,6 +122,13 @@ def create_plan(
 
     plan = _with_measured_cpus(replicas, args, gpu, MainMemory(lockable), agree_on)
     return replace(plan, warnings=(*plan.warnings, agreed.note)) if agreed.note else plan
+
+
+def measured_choices(args: ServerArgs, gpu: int) -> MeasuredChoices:
+    """Returns what was measured on the ranks' GPUs, unless a flag says to ignore it, or a variable to choose as for
+    another GPU. A collective."""
+    ignored = args.no_measured_choices or envs.SGLANG_FORCE_ARCH is not None
+    return NOT_MEASURED if ignored else shared_choices(gpu)
 
 
 def _neighbours(node: Node, gpu: int, replicas: Replicas) -> Neighbours:

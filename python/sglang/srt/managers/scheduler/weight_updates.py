@@ -127,6 +127,7 @@ class WeightUpdates:
 
     def _write(self, pairs: list[TensorPair], args: dict[str, Any]) -> None:
         self.state.refuse_without_weights()  # a sleep may have come since they were staged
+        self._refuse_scaled()
         self.scheduler.sync()
         try:
             commit(pairs)
@@ -370,6 +371,13 @@ class WeightUpdates:
             raise UserError(f"the weights of this server cannot be replaced: {why}")
         if any(req.slot and req.media is not None for req in self.scheduler.reqs.values()):
             raise StateError("requests run, whose images were read with the old weights: pause with abort or retract")
+        self._refuse_scaled()
+
+    def _refuse_scaled(self) -> None:
+        """Raises StateError while adapters are loaded whose factors are of the weights as they are (DoRA)."""
+        adapters = getattr(self.scheduler, "adapters", None)
+        if adapters is not None and adapters.has_scaled:
+            raise StateError("LoRA adapters with use_dora have lengths of the old weights: unload them first")
 
     def _on_all_ranks(self, work: Callable[[], None], undo: Callable[[Mapping[str, Any]], Any] | None = None) -> None:
         """Does what may fail on one rank only, and raises UserError on all of them if it does."""

@@ -35,12 +35,14 @@ from sglang.srt.plan.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3, MIST
 from sglang.srt.plan.families.muse_glimmer import MUSE_GLIMMER
 from sglang.srt.plan.families.naive_n05 import NAIVE_N05
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
+from sglang.srt.plan.families.nemotron_h_puzzle import NEMOTRON_H_PUZZLE
 from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_MOE
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from sglang.srt.plan.families.qwen3_8_next import QWEN4_EXP, QWEN4_EXP_TEXT
 from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from sglang.srt.plan.families.smollm3 import SMOLLM3
 from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
+from sglang.srt.plan.families.step5 import STEP5, STEP5_VL
 
 FAMILIES: tuple[Family, ...] = (
     *(
@@ -76,6 +78,8 @@ FAMILIES: tuple[Family, ...] = (
         HY_V3,
         STEP3P5,
         STEP3P7,
+        STEP5,
+        STEP5_VL,
         MUSE_GLIMMER,
         LAGUNA,
         INKLING,
@@ -83,7 +87,8 @@ FAMILIES: tuple[Family, ...] = (
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
-    *(NEMOTRON_H, KIMI_LINEAR, LING3, GLM5_NEXT, DEEPSEEK_V4, DEEPSEEK_V41, QWEN4_EXP, QWEN4_EXP_TEXT),
+    *(NEMOTRON_H, NEMOTRON_H_PUZZLE, KIMI_LINEAR, LING3, GLM5_NEXT),
+    *(DEEPSEEK_V4, DEEPSEEK_V41, QWEN4_EXP, QWEN4_EXP_TEXT),
 )
 
 _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang.srt.blocks.gqa.spec import GQA
@@ -27,34 +27,46 @@ _MAX_LAYERS = 4096
 
 def nemotron_h(c: Config) -> Model:
     """A layer is a mixer or a feed-forward block."""
+    c = with_usual_keys(c)
+    kinds = block_kinds(c)
+    by_kind = {kind: block_of(c, kind) for kind in dict.fromkeys(kinds)}
+    return Model(c, [by_kind[kind] for kind in kinds])
+
+
+def with_usual_keys(c: Config) -> Config:
+    """Returns the config with the usual key of the norms' epsilon. Notes a problem for functions that are not
+    computed."""
     c.only("mlp_hidden_act", "relu2")
     c.only("mamba_hidden_act", "silu")
     c.only("residual_in_fp32", False)
-    c = c.with_values({"rms_norm_eps": c.values.get("layer_norm_epsilon")})
-    router = Router(0, "sigmoid", correction="e_score_correction_bias", float32=True)
+    return c.with_values({"rms_norm_eps": c.values.get("layer_norm_epsilon")})
+
+
+def block_of(c: Config, kind: str) -> LayerSpec:
+    """Returns a layer of a kind ("mamba", "attention", "mlp", "moe") with the sizes that the keys state."""
     makers: dict[str, Callable[[], LayerSpec]] = {
         "mamba": lambda: LayerSpec(_mamba2(c), ABSENT),
         "attention": lambda: LayerSpec(_attention(c), ABSENT),
         "mlp": lambda: LayerSpec(ABSENT, mlp(c, activation(c, RELU2))),
-        "moe": lambda: LayerSpec(ABSENT, _experts(c, router)),
+        "moe": lambda: LayerSpec(ABSENT, _experts(c)),
     }
-    kinds = block_kinds(c)
-    by_kind = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
-    return Model(c, [by_kind[kind] for kind in kinds])
+    return makers[kind]()
 
 
 def block_kinds(c: ConfigReader) -> list[str]:
     """Returns the kind of each layer ("mamba", "attention", "moe", "mlp"), from `layers_block_type` or `layer_types`,
     or else `hybrid_override_pattern`. Raises UserError."""
     listed = c.values.get("layers_block_type") or c.values.get("layer_types")
-    kinds = listed if isinstance(listed, list) else list(str(c.values.get("hybrid_override_pattern") or ""))
+    return known_kinds(listed if isinstance(listed, list) else c.values.get("hybrid_override_pattern") or "", c.source)
+
+
+def known_kinds(kinds: Iterable[object], source: str) -> list[str]:
+    """Returns the kinds of layers by our names. Raises UserError."""
     named = [_OTHER_NAMES.get(str(kind), _BLOCKS.get(str(kind), str(kind))) for kind in kinds]
     unknown = sorted(set(named) - set(_BLOCKS.values()))
     if unknown or not 0 < len(named) <= _MAX_LAYERS:
         what = f"kinds {', '.join(unknown)}" if unknown else f"{len(named)} layers"
-        raise UserError(
-            f"{c.source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read."
-        )
+        raise UserError(f"{source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read.")
     return named
 
 
@@ -65,7 +77,8 @@ def _attention(c: Config) -> GQA:
     return grouped_attention(c, head_dim=128, rotates=False, hybrid_kind="hybrid_mamba2")
 
 
-def _experts(c: Config, router: Router) -> MoE:
+def _experts(c: Config) -> MoE:
+    router = Router(0, "sigmoid", correction="e_score_correction_bias", float32=True)
     size = c.count("moe_shared_expert_intermediate_size")
     shared = Shared(size) if size and c.count("n_shared_experts") else shared_experts(c)
     return experts(c, router, activation(c, RELU2), shared=shared, latent_size=c.count("moe_latent_size"))
@@ -120,7 +133,7 @@ def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
     return pattern | {"num_hidden_layers": len(kinds)}
 
 
-_MTP = MTPPass(
+NEMOTRON_MTP = MTPPass(
     tensors=MTPTensors(
         at="mtp.layers.",
         layer="{layer}.",
@@ -167,5 +180,5 @@ NEMOTRON_H = Family(
         layer_prefix="backbone.layers.{layer}.",
         unread=("mtp.",),
     ),
-    mtp=_MTP,
+    mtp=NEMOTRON_MTP,
 )

@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.model_path import MASK_VECTOR_FILE
 from sglang.srt.configs.stored_form import stored_wide
-from sglang.srt.drafts.block.spec import Block
+from sglang.srt.drafts.block.readers.laguna import LAGUNA_ARCHITECTURE, laguna_layers
+from sglang.srt.drafts.block.spec import EVERYWHERE, IN_WINDOWS, NOWHERE, Block
 from sglang.srt.drafts.config import DraftConfig, check_sizes
 from sglang.srt.drafts.spec import DraftDescription, finished
 from sglang.srt.errors import UserError
@@ -22,8 +24,9 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4, gemma4
+from sglang.srt.plan.families.laguna import LAGUNA
 from sglang.srt.plan.families.qwen3 import QWEN3
-from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.layer_spec import LayerSpec, Mixer
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, CACHE_SCALE_ALIASES, MLP_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -94,7 +97,7 @@ def describe_block_draft(
     if not 0 <= form.mask_token < target.vocab_size:
         raise UserError(f"{keys.source}: mask_token_id {form.mask_token} is no token of the {target.vocab_size:,}.")
     layers = tuple(replace(layer, mixer=fit_attention(layer.mixer)) for layer in model.layers)
-    model = in_blocks(replace(model, layers=layers), form.size)
+    model = in_blocks(replace(model, layers=layers), form.size, form.causal)
     model = replace(model, names=replace(names, unread=(*names.unread, *_OF_VERIFIER)))
     mask_vector = (Path(config.model_path) / MASK_VECTOR_FILE).is_file()
     draft = DraftDescription(
@@ -116,6 +119,8 @@ def _backbone(architecture: str, names: WeightMap) -> Family:
     if architecture == GEMMA4_DSPARK:
         layer = {**names.layer, **NORMS_AROUND, "end": ""}
         return replace(GEMMA4, architectures=(architecture,), names=replace(names, layer=layer), read=_untied_gemma4)
+    if architecture == LAGUNA_ARCHITECTURE:
+        return replace(LAGUNA, architectures=(architecture,), names=names, read=laguna_layers)
     return replace(QWEN3, architectures=(architecture,), names=names)
 
 
@@ -150,7 +155,13 @@ def check_aux_layers(named: list[Any], num_target_layers: int, source: str) -> t
     return tuple(named)
 
 
-def in_blocks(model: ModelDescription, size: int) -> ModelDescription:
-    """Returns the model with layers whose rows see the whole block of `size` rows."""
-    layers = (replace(layer, mixer=layer.mixer.in_blocks(size)) for layer in model.layers)
+def in_blocks(model: ModelDescription, size: int, causal: str = NOWHERE) -> ModelDescription:
+    """Returns the model with layers whose rows see the whole block of `size` rows, or up to themselves (`causal`: as in
+    Block)."""
+
+    def up_to_itself(layer: LayerSpec) -> bool:
+        mixer = layer.mixer
+        return causal == EVERYWHERE or (causal == IN_WINDOWS and isinstance(mixer, GQA) and mixer.window > 0)
+
+    layers = (replace(layer, mixer=layer.mixer.in_blocks(size, up_to_itself(layer))) for layer in model.layers)
     return replace(model, layers=tuple(layers))

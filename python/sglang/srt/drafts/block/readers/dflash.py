@@ -23,17 +23,39 @@ from sglang.srt.drafts.block.readers.backbone import (
     names_of,
     reduced_head,
 )
+from sglang.srt.drafts.block.readers.laguna import (
+    ANCHOR,
+    LAGUNA_ARCHITECTURE,
+    as_stored,
+    with_laguna_names,
+)
 from sglang.srt.drafts.block.readers.mimo import MIMO_KEYS, TRAINING_KEYS, fit_attention, fit_mimo
 from sglang.srt.drafts.block.readers.muse import ASSISTANT_ARCHITECTURE, ASSISTANT_NAMES, fit_assistant
-from sglang.srt.drafts.block.spec import Block, Convolution, Domino, Head, Selector
+from sglang.srt.drafts.block.readers.speculators import BOTH_WAYS
+from sglang.srt.drafts.block.spec import (
+    EVERYWHERE,
+    IN_WINDOWS,
+    NOWHERE,
+    Block,
+    Convolution,
+    Domino,
+    Head,
+    Selector,
+)
 from sglang.srt.drafts.config import DraftConfig
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
-from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.model_description import ModelDescription, architecture_of
 
-DFLASH_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DominoDraftModel", ASSISTANT_ARCHITECTURE)
+DFLASH_ARCHITECTURES = (
+    "DFlashDraftModel",
+    "DFlash2DraftModel",
+    "DominoDraftModel",
+    ASSISTANT_ARCHITECTURE,
+    LAGUNA_ARCHITECTURE,
+)
 _DOMINO = "domino"
-_BACKBONE = frozenset({"mask_token_id", "target_layer_ids", "block_size", "num_target_layers"})
+_BACKBONE = frozenset({"mask_token_id", "target_layer_ids", "block_size", "num_target_layers", ANCHOR})
 _HEADS: Mapping[str, tuple[str, ...]] = {
     _DOMINO: ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"),
     "selector": ("selector_rank", "selector_top_k"),
@@ -42,8 +64,8 @@ _HEADS: Mapping[str, tuple[str, ...]] = {
 """Keys of `dflash_config` besides the backbone's, by what they describe."""
 _COMPUTED: Mapping[str, tuple[object, ...]] = {
     "projector_type": (_DOMINO, "dflash", "dflash2"),
-    "is_causal": (False,),
-    "causal": (False,),
+    "is_causal": (False, True),
+    "causal": (False, True),
     "input_embedding_scale": (1, 1.0),
     "output_multiplier": (1, 1.0),
     "final_logit_softcapping": (),
@@ -68,7 +90,8 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
     """Describes a DFlash draft. Raises UserError that names keys which are missing, unknown, or do not match the
     target."""
     keys = config.reader()
-    assistant = check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES) == ASSISTANT_ARCHITECTURE
+    architecture = check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES)
+    assistant, laguna = architecture == ASSISTANT_ARCHITECTURE, architecture == LAGUNA_ARCHITECTURE
     if assistant:
         config = replace(config, values=fit_assistant(config.values, target, config.source))
     inner = _settings(keys)
@@ -89,8 +112,14 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
         first_row=dflash_first_row(keys),
         head=head,
         convolution=_convolution(inner, keys.positive("hidden_size")),
+        causal=causal_layers(keys, inner),
+        aux_norms=laguna,
+        input_norms=laguna,
     )
     names = names_of(_HEAD_NAMES | (ASSISTANT_NAMES if assistant else {}), _CONVOLUTION_NAMES)
+    if laguna:
+        names = with_laguna_names(names, len(aux_layers))
+        config = replace(config, values=as_stored(config, names))
     return describe_block_draft(
         config, target, form, names, aux_layers, size, plain_ends=assistant, fit_attention=partial(fit_attention, inner)
     )
@@ -104,7 +133,21 @@ def dflash_rows(keys: ConfigReader) -> int:
 def dflash_first_row(keys: ConfigReader) -> int:
     """Returns the row that makes the first draft token: 1, the row behind the last sampled token's, or 0 if rows
     propose the token behind their own place."""
-    return 0 if _inner(keys).default("shift_label", bool, False) else 1
+    inner = _inner(keys)
+    of_anchor = inner.default(ANCHOR, bool, keys.default(ANCHOR, bool, False))
+    return 0 if of_anchor or inner.default("shift_label", bool, False) else 1
+
+
+def causal_layers(keys: ConfigReader, inner: ConfigReader) -> str:
+    """Returns in which layers a block's rows see those before them alone (`Block.causal`). Where nothing is stated, in
+    those with a window, as other servers compute drafts that were published before the key was. Drafts of MiMo and
+    Muse-Glimmer were trained otherwise."""
+    for reader in (inner, keys):
+        for key in ("causal", "is_causal"):
+            if reader.values.get(key) is not None:
+                return EVERYWHERE if reader.default(key, bool, False) else NOWHERE
+    both_ways = MIMO_KEYS & inner.values.keys() or architecture_of(keys) == ASSISTANT_ARCHITECTURE
+    return NOWHERE if both_ways or keys.default(BOTH_WAYS, bool, False) else IN_WINDOWS
 
 
 def _inner(keys: ConfigReader) -> ConfigReader:

@@ -1,9 +1,9 @@
 """DSpark block drafts with their own checkpoint: makes their descriptions from config.json.
 
-Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel` and
-`Gemma4DSparkModel`: keys beside those of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A
-draft is DFlash's backbone with a head that biases each draft token by the token before it. Its embedding and output
-head are copies of the target's.
+Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (keys beside those of the layers:
+`Qwen3DSparkModel`, `LingDSparkModel` with the same tensors, and `Gemma4DSparkModel`), and SpecForge's
+(`DSparkDraftModel`: keys in `dflash_config`). A draft is DFlash's backbone with a head that biases each draft token by
+the token before it. Its embedding and output head are copies of the target's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from sglang.srt.drafts.block.readers.backbone import (
     reduced_head,
 )
 from sglang.srt.drafts.block.readers.dspark_bundled import CONFIDENCE, describe_bundled
-from sglang.srt.drafts.block.spec import Block, Confidence, Markov
+from sglang.srt.drafts.block.readers.speculators import BOTH_WAYS
+from sglang.srt.drafts.block.spec import IN_WINDOWS, NOWHERE, Block, Confidence, Markov
 from sglang.srt.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
 from sglang.srt.plan.model_description import ModelDescription
 
-DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel", GEMMA4_DSPARK)
+DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel", "LingDSparkModel", GEMMA4_DSPARK)
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 _NAMES: Mapping[str, str] = {
     "markov_w1": "markov_head.markov_w1",
@@ -82,6 +83,7 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
         first_row=first_row(keys),
         head=head,
         confidence=_confidence(keys, rank),
+        causal=IN_WINDOWS if keys.values.get(BOTH_WAYS) is False else NOWHERE,
     )
     return describe_block_draft(config, target, form, names, aux_layers, size)
 

@@ -24,6 +24,8 @@ _BLOCKS: Mapping[str, tuple[str, str]] = {
 _SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _MARKOV = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
 """The library's defaults, which it need not write."""
+BOTH_WAYS = "sliding_window_non_causal"
+"""Key that says whether rows of a block see those behind them, too, in layers with a window."""
 _USUAL_ROWS, _USUAL_VOCABULARY = 8, 32000
 
 
@@ -47,7 +49,6 @@ def _plain(values: Mapping[str, Any], algorithm: str, source: str) -> Mapping[st
             f"{source}: {SPECULATORS_KIND} {kind!r} is not supported for {algorithm}; supported: {supported}."
         )
     keys = with_layer_keys(ConfigReader(values, source))
-    _check_windows(keys, kind == "dflash2")
     named = keys.require("aux_hidden_state_layer_ids", list)
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in named):
         raise UserError(f"{source}: aux_hidden_state_layer_ids must be layers; got {named!r}.")
@@ -55,25 +56,16 @@ def _plain(values: Mapping[str, Any], algorithm: str, source: str) -> Mapping[st
         "mask_token_id": keys.require("mask_token_id", int),
         "target_layer_ids": [layer - 1 for layer in named],
     }
-    plain = {
+    plain: dict[str, Any] = {
         **keys.values,
         "architectures": [architecture],
         "block_size": keys.positive("block_size", _USUAL_ROWS),
         "draft_vocab_size": keys.positive("draft_vocab_size", _USUAL_VOCABULARY),
     }
+    plain[BOTH_WAYS] = keys.default(BOTH_WAYS, bool, kind == "dflash2")
     if algorithm == DSPARK:
         return {**_MARKOV, **plain, **backbone}
     backbone["shift_label"] = keys.default("sample_from_anchor", bool, False)
     if kind == "dflash2":
         backbone |= {key: keys.positive(key, usual) for key, usual in _SELECTOR.items()}
     return plain | {"dflash_config": backbone}
-
-
-def _check_windows(keys: ConfigReader, usual: bool) -> None:
-    """Raises UserError unless rows of a block see each other in windows, too."""
-    windows = "sliding_attention" in keys.default("layer_types", list, [])
-    if windows and not keys.default("sliding_window_non_causal", bool, usual):
-        raise UserError(
-            f"{keys.source}: sliding_window_non_causal = False is not supported: of a block's rows in layers with a"
-            " window each would see those before it alone. Draft with EAGLE3 or NGRAM."
-        )
