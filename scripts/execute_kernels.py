@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         executed_page.write()
         return 0
-    files = [Path(name).resolve().relative_to(ROOT).as_posix() for name in args.files] or kernel_tests()
+    known = kernel_tests()
+    files = [os.path.relpath(Path(name).resolve(), ROOT) for name in args.files] or known
+    if strangers := sorted(set(files) - set(known)):
+        parser.error(f"no files of kernel tests: {', '.join(strangers)}")
     failed = [file for file in files if not run(file, args.chosen, args.limit)]
     print("\n".join(["failed:", *failed]) if failed else "all passed")
     return 1 if failed else 0

@@ -32,6 +32,7 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.hardware.common_traits import common_traits
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.measured.choices import NOT_MEASURED, MeasuredChoices
+from sglang.srt.kernels.measured.decision import MEASURED
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.kernels.tile_configs import OpTileConfigs
 from sglang.srt.plan.caches import CacheGroup, cache_groups
@@ -446,6 +447,13 @@ def _details(outcome: Choice | NoKernel, tile_configs: OpTileConfigs | None) -> 
     ]
 
 
+def _counts_measured(explanation: Explanation) -> bool:
+    """Returns whether a choice of the plan was measured."""
+    choices = [outcome for outcome in explanation.outcomes if isinstance(outcome, Choice)]
+    in_tiles = any(configs.measured for configs in explanation.tile_configs.values())
+    return in_tiles or any((choice.note or "").startswith(MEASURED) for choice in choices)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -498,6 +506,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             machine=_machine(options.host_memory, options.numa_nodes),
             measured=measured_choices(args, options.measured, options.arch is None and arch.device == "cuda"),
         )
+        if options.measured is not None and not (args.no_measured_choices or _counts_measured(explanation)):
+            print(f"{options.measured} has no times of what this model launches: the tables choose", file=sys.stderr)
         if not 1 <= options.time_context <= MAX_SIZE:
             raise UserError(f"--time-context {options.time_context}: must be 1 to {MAX_SIZE:,} tokens.")
         text = _json_text(explanation, options) if options.json else _text(explanation, options)

@@ -163,3 +163,5 @@ def test_a_start_gives_its_options_and_outlives_what_fails_and_hangs(
     assert "status 3" in caplog.text
     measure_first(args, ["sh", "-c", "cat > /dev/null; sleep 1000 & sleep 1000"], grace_s=0.1)
     assert "did not end" in caplog.text
+    measure_first(args, [str(tmp_path / "no program")])
+    assert "could not begin" in caplog.text

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 
 import executed_page
-from execute_kernels import RECORD, ROOT, kernel_tests
+import pytest
+from execute_kernels import RECORD, ROOT, kernel_tests, main
 
 
 def test_page_is_current() -> None:
     assert executed_page.PAGE.read_text() == executed_page.page(), "run python scripts/execute_kernels.py --page"
+
+
+def test_what_is_no_file_of_kernel_tests_is_not_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["no_such_file.py", "/outside.py"])
+    assert "no files of kernel tests: ../" in capsys.readouterr().err
 
 
 def test_record_is_of_what_there_is() -> None:

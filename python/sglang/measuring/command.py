@@ -20,6 +20,7 @@ def run_tune(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit status. Raises UserError."""
     parser = argparse.ArgumentParser(
         prog="sglang tune",
+        usage="sglang tune MODEL [--minutes MINUTES] [--again] [flags of the server]",
         description="Measure the kernels and tiles that a model can use on this GPU, the most valuable first. Servers"
         " on it choose by what was found, unless --no-measured-choices is given. Any other flag of the server may be"
         " given and counts.",

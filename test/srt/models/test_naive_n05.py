@@ -63,6 +63,7 @@ def test_layers_of_a_config(tmp_path: Path) -> None:
     [
         ({"add_full_attention_sink_bias": True}, "sinks in layers that attend to selected tokens are not supported"),
         ({"index_head_dim": 4}, "'index_head_dim' 4 is less than the 8 rotary dims"),
+        ({"indexer_rope_interleave": True}, "indexer_rope_interleave = True is not supported"),
         ({"attention_projection_layout": "other"}, "attention_projection_layout = 'other' is not supported"),
     ],
 )

@@ -129,6 +129,8 @@ def test_limits_are_reached(tmp_path: Path) -> None:
         ({"rope_theta": [1e4, 1e4, 5e6, 1e4]}, "'rope_theta' differs between layers of the type sliding_attention"),
         ({"rope_theta": [1e4]}, "'rope_theta' has 1 entries for 4 layers"),
         ({"mlp_layer_types": None, "moe_layers_enum": "1,x"}, "'moe_layers_enum' must be a list of layers' numbers"),
+        ({"mlp_layer_types": None, "moe_layers_enum": 5}, "'moe_layers_enum' must be a list of layers' numbers; got 5"),
+        ({"mlp_layer_types": None, "moe_layers_enum": "9" * 5000}, "'moe_layers_enum' must be a list of layers'"),
         ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate = False is not supported"),
         ({"moe_router_activation": "softmax"}, "moe_router_activation = 'softmax' is not supported"),
     ],

@@ -72,6 +72,8 @@ def test_a_config_without_regions_is_dense(tmp_path: Path) -> None:
         ({"sparse_indexer_csa_z_norm_type": "rms"}, "z_norm_type = 'rms' is not supported"),
         ({"sparse_indexer_rope_dim": 32}, "proxy_dim 16 is less than the 32 rotary dims"),
         ({"apply_to_layer_types": ["sliding_attention"]}, "apply_to_layer_types = .* is not supported"),
+        ({"local_window_blocks": 2}, "sparse_config: local_window_blocks = 2 is not supported: no layer here reads it"),
+        ({"enabled": "false"}, "sparse_config: 'enabled' must be of type bool; got 'false'"),
     ],
 )
 def test_other_forms_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def test_the_forms_of_a_file(tmp_path: Path) -> None:
         (with_cache(k_scale={"0": [0.5, -1.0]}), r"'k_scale' of layer 0 must be a positive number; got -1\.0"),
         (with_cache(v_scale={"0": []}), "'v_scale' of layer 0 is empty"),
         (with_cache(k_scale={"7": 1.0}), "'v_scale' lacks layer 7"),
+        (OF_SGLANG | {"model_type": ["qwen3"]}, r"'model_type' must be a text; got \['qwen3'\]"),
+        (with_cache(k_scale={"0": 1e-50}), "of layer 0 must be from 1e-30 to 1e.30; got 1e-50"),
+        (with_cache(k_scale={"0": 1e39}), "of layer 0 must be from 1e-30 to 1e.30; got 1e.39"),
+        (with_cache(k_scale={"0": 10**400}), "of layer 0 must be from 1e-30 to 1e.30; got 1000"),
+        (with_cache(k_scale={"9" * 5000: 1.0}), "must have whole numbers as keys; got '999"),
     ],
 )
 def test_what_is_refused(content: Any, message: str, tmp_path: Path) -> None:

@@ -167,6 +167,9 @@ def test_explain_prints_both_and_a_flag_ignores_them(tmp_path: Path, capsys: pyt
     assert reason not in said("--measured", str(file), "--no-measured-choices")
     note = json.loads(said("--measured", str(file), "--json"))["ops"]["decode_attention"]["note"]
     assert note == reason.removeprefix("because ")
+    file.write_bytes(to_bytes(SETTING, {}))
+    assert explain.main(["--arch", "sm_120", "--model-path", str(tmp_path / "model"), "--measured", str(file)]) == 0
+    assert f"{file} has no times of what this model launches" in capsys.readouterr().err
     file.write_text("{}")
     assert explain.main(["--arch", "sm_120", "--model-path", str(tmp_path / "model"), "--measured", str(file)]) == 2
     assert str(file) in capsys.readouterr().err

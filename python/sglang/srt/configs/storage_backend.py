@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from sglang.srt.configs.storage_options import LMCacheOptions, MooncakeOptions, NixlOptions
+from sglang.srt.configs.storage_options import FILE_KEYS, LMCacheOptions, MooncakeOptions, NixlOptions, refuse_unknown
 from sglang.srt.errors import UserError
 
 BACKENDS = ("file", "nixl", "mooncake", "lmcache", "dynamic")
@@ -77,7 +77,9 @@ def read_storage_config(backend: str | None, policy: str, extra: str | None) -> 
 def _checked_bytes(backend: str, options: Mapping[str, Any]) -> int:
     """Checks the keys of the backends whose keys are known without opening the store. Returns `rank_bytes`. Raises
     UserError."""
-    if backend == "nixl":
+    if backend == "file":
+        refuse_unknown(options, FILE_KEYS, backend)
+    elif backend == "nixl":
         NixlOptions.read(options)
     elif backend == "lmcache":
         LMCacheOptions.read(options)

@@ -5,6 +5,7 @@ The names and their meaning are SGLang's, as far as SGLang has the backend. Read
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,30 @@ DEFAULT_TIMEOUT_S = 5.0
 _PLUGIN = "posix"
 _PARAMETERS = ("use_aio", "use_uring", "use_posix_aio", "ios_pool_size", "kernel_queue_size")
 """Parameters of NIXL's plugin POSIX."""
-_DIRECTORY = ("storage_dir", "max_size", "min_free_space", "eviction_ratio")
+FILE_KEYS = ("storage_dir", "max_size", "min_free_space", "eviction_ratio")
 """Keys of the backend file, which nixl takes, too."""
+NIXL_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""The package for either CUDA, and the one for each."""
+_LIBRARIES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "nixl": (NIXL_PACKAGES, "NIXL: pip install nixl-cu13, or nixl-cu12, as torch's CUDA is"),
+    "mooncake": (
+        ("mooncake",),
+        "Mooncake: pip install mooncake-transfer-engine, and libibverbs (apt install libibverbs1)",
+    ),
+}
+"""By backend: its packages, of which one is enough, and how to get it."""
+
+
+def needed_library(backend: str) -> str:
+    """Returns the beginning of a message about the library of a backend, which is missing."""
+    return f"--hicache-storage-backend {backend} needs {_LIBRARIES[backend][1]}"
+
+
+def refuse_missing_library(backend: str | None) -> None:
+    """Raises UserError if no package of the backend's library is here, which is known without importing it."""
+    packages, _ = _LIBRARIES.get(backend or "", ((), ""))
+    if packages and not any(importlib.util.find_spec(package) for package in packages):
+        raise UserError(f"{needed_library(str(backend))}.")
 
 
 def refuse_unknown(options: Mapping[str, Any], known: Collection[str], backend: str) -> None:
@@ -35,6 +58,14 @@ def read_seconds(options: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
         raise UserError(f"{FLAG}: {key} must be a number of seconds; got {value!r}.")
     return float(value)
+
+
+def read_timeout(options: Mapping[str, Any]) -> float:
+    """Returns the seconds of a call. Raises UserError for 0, too: no server answers at once."""
+    seconds = read_seconds(options, "timeout", DEFAULT_TIMEOUT_S)
+    if not seconds:
+        raise UserError(f"{FLAG}: timeout must be above 0.")
+    return seconds
 
 
 def read_size(options: Mapping[str, Any], key: str, default: int | None) -> int | None:
@@ -78,10 +109,10 @@ class NixlOptions:
         """Reads the keys of SGLang's configuration of NIXL, and those of the backend file. Raises UserError, for
         plugins other than POSIX, too."""
         cleaner = ("l3_cleaner_enabled", "l3_cleaner_high_watermark", "l3_cleaner_low_watermark")
-        known = ("plugin", "use_direct_io", *cleaner, *_DIRECTORY)
+        known = ("plugin", "use_direct_io", *cleaner, *FILE_KEYS)
         refuse_unknown(options, known if "plugin" in options else (*known, *_PARAMETERS), "nixl")
         _switch(options, "use_direct_io", True)  # entries are no whole sectors, and go through the system's cache
-        directory = {key: options[key] for key in _DIRECTORY if key in options}
+        directory = {key: options[key] for key in FILE_KEYS if key in options}
         return cls(_parameters_of(options), _free_share(options), directory)
 
 
@@ -93,7 +124,9 @@ def _parameters_of(options: Mapping[str, Any]) -> dict[str, str]:
             {key: options[key] for key in _PARAMETERS if key in options},
         )
     elif isinstance(plugins, Mapping) and all(isinstance(each, Mapping) for each in plugins.values()):
-        active = [key for key, each in plugins.items() if str(each.get("active", False)).lower() == "true"]
+        active = [key for key, each in plugins.items() if _switch(each, "active", False)]
+        if not active and any(each.keys() - {"active"} for each in plugins.values()):
+            raise UserError(f'{FLAG}: of plugin none is active, so that nothing reads its keys; add "active": true.')
         name = active[0] if active else envs.SGLANG_HICACHE_NIXL_BACKEND_PLUGIN
         given = {key: value for key, value in plugins.get(name, {}).items() if key != "active"}
     else:
@@ -166,7 +199,7 @@ class MooncakeOptions:
             _text(options, "device_name", envs.MOONCAKE_DEVICE),
             read_size(options, "global_segment_size", envs.MOONCAKE_GLOBAL_SEGMENT_SIZE) or 0,
             read_size(options, "local_buffer_size", envs.MOONCAKE_LOCAL_BUFFER_SIZE) or 0,
-            read_seconds(options, "timeout", DEFAULT_TIMEOUT_S),
+            read_timeout(options),
             _text(options, "key", "").encode(),
         )
 
@@ -192,7 +225,7 @@ class LMCacheOptions:
         if not url.startswith("lm://"):
             raise UserError(f'--hicache-storage-backend lmcache needs {FLAG} \'{{"url": "lm://HOST:PORT"}}\'.')
         address = _address(url.removeprefix("lm://"), "url")
-        return cls(address, read_seconds(options, "timeout", DEFAULT_TIMEOUT_S), _text(options, "key", "").encode())
+        return cls(address, read_timeout(options), _text(options, "key", "").encode())
 
 
 def _address(text: str, key: str) -> tuple[str, int]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.storage_options import refuse_missing_library
 from sglang.srt.errors import UserError
 from sglang.srt.managers import replica_processes
 from sglang.srt.managers.engine_processes import EngineError
@@ -161,6 +162,8 @@ class EngineHandle:
 
 def launch_engine(args: ServerArgs) -> EngineHandle:
     """Starts the processes for `args`. Raises UserError for a wrong model or tokenizer."""
+    if not args.use_ray:  # its workers have packages of their own
+        refuse_missing_library(args.hicache_storage_backend)
     model = ModelConfig.from_server_args(args)
     trial = TokenizerTrial(args)
     description = describe_served_model(args, model)  # before any process is started

@@ -34,10 +34,15 @@ def measure_first(args: ServerArgs, command: Sequence[str] = COMMAND, grace_s: f
         logger.warning("--measure-seconds measures for one machine only: run `sglang tune` on the first one before")
         return
     limit = args.measure_seconds + grace_s
-    # A session of its own: an interrupt comes here first, and ends all of it.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    options = json.dumps(asdict(args), default=str)  # a program may have given paths
     try:
-        process.communicate(json.dumps(asdict(args)), timeout=limit)
+        # A session of its own: an interrupt comes here first, and ends all of it.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    except OSError as error:
+        logger.warning("Measuring could not begin: %s; the server starts without it", error)
+        return
+    try:
+        process.communicate(options, timeout=limit)
         if process.returncode:
             logger.warning("Measuring ended with status %d; the server starts without it", process.returncode)
     except subprocess.TimeoutExpired:

@@ -32,7 +32,11 @@ CALIBRATE = "python -m sglang.quantize --kv-cache-scales FILE --calibrate TEXT w
 HEAD_RATIO = 1024.0
 """How much larger than its own a head's scale may be: it then costs at most 0.22% of the head's largest number, by
 which 16 bits round it."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Of a scale: beyond these it, or what it divides, is 0 or infinite in fp32."""
 _E2M1_MAX = 6.0
+_MOST_DIGITS = 9
+"""Of a layer's or a rank's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,11 @@ def scale_factor(stated: str | None, dtype: str) -> float:
     """Returns what a checkpoint's scales, made for a cache of the dtype `stated`, are multiplied by for one of `dtype`.
     Those for e2m1 make the largest number 6 * 448, which e4m3 does not reach."""
     return _E2M1_MAX if stated == FP4_KV and dtype == "fp8_e4m3" else 1.0
+
+
+def is_scale(value: float) -> bool:
+    """Returns whether a number can be a scale."""
+    return SMALLEST <= value <= LARGEST
 
 
 def plan_cache_scales(
@@ -94,6 +103,8 @@ def read_cache_scales(path: str, model_types: Collection[str]) -> CacheScales:
     content = read_json_object(Path(path))
     where = f"{FLAG} {path}"
     stated = content.get("model_type")
+    if not isinstance(stated, str | None):
+        raise UserError(f"{where}: 'model_type' must be a text; got {_shown(stated)}.")
     if stated is not None and model_types and stated not in model_types:
         raise UserError(f"{where} is for {stated!r}, and the model is {' or '.join(sorted(model_types))}. {CALIBRATE}")
     cache = content.get("kv_cache")
@@ -144,8 +155,8 @@ def _entries(value: Any, where: str) -> Iterator[tuple[int, Any]]:
     if not isinstance(value, Mapping):
         raise UserError(f"{where} must be an object; got {value!r}.")
     for key, item in value.items():
-        if not key.isascii() or not key.isdigit():
-            raise UserError(f"{where} must have whole numbers as keys; got {key!r}.")
+        if not key.isascii() or not key.isdigit() or len(key) > _MOST_DIGITS:
+            raise UserError(f"{where} must have whole numbers as keys; got {_shown(key)}.")
         yield int(key), item
 
 
@@ -153,8 +164,14 @@ def _positive(numbers: Iterable[Any], where: str) -> Iterator[float]:
     for number in numbers:
         real = isinstance(number, int | float) and not isinstance(number, bool)
         if not real or not 0.0 < number < math.inf:
-            raise UserError(f"{where} must be a positive number; got {number!r}. {CALIBRATE}")
+            raise UserError(f"{where} must be a positive number; got {_shown(number)}. {CALIBRATE}")
+        if not is_scale(number):
+            raise UserError(f"{where} must be from {SMALLEST:g} to {LARGEST:g}; got {_shown(number)}. {CALIBRATE}")
         yield float(number)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}"
 
 
 def _listed(numbers: list[int]) -> str:

@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 
+from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.storage_backend import read_storage_config
-from sglang.srt.configs.storage_options import MooncakeOptions, NixlOptions
+from sglang.srt.configs.storage_options import NIXL_PACKAGES, MooncakeOptions, NixlOptions
 from sglang.srt.errors import UserError
+from sglang.srt.managers import launch
 from sglang.srt.mem_cache.storage import lmcache_store, mooncake_store, nixl_files
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.mem_cache.storage.lmcache_store import ANSWER, REQUEST, LMCacheStore
 from sglang.srt.mem_cache.storage.store import create_store
+from sglang.srt.server_args import ServerArgs
 
 NAMES = ["b" + f"{i:064x}" for i in range(600)]
 MASTER = '{"master_server_address": "127.0.0.1:1"'
@@ -42,6 +45,8 @@ def created(backend: str, extra: str) -> Any:
         ("nixl", '{"plugin": {"gds": {"active": true}}}', "the plugin gds is not supported"),
         ("nixl", '{"plugin": {"posix": {"active": true, "bucket": "b"}}}', "bucket means nothing"),
         ("nixl", '{"plugin": ["posix"]}', "plugin must be as"),
+        ("nixl", '{"plugin": {"posix": {"use_uring": "true"}}}', "of plugin none is active"),
+        ("nixl", '{"plugin": {"posix": {"active": "yes"}}}', "active must be true or false; got 'yes'"),
         ("nixl", '{"numjobs": 4}', "numjobs means nothing to the backend nixl"),
         ("nixl", '{"use_direct_io": "perhaps"}', "use_direct_io must be true or false"),
         ("nixl", '{"l3_cleaner_high_watermark": 120}', "at most 100 percent"),
@@ -54,11 +59,30 @@ def created(backend: str, extra: str) -> Any:
         ("lmcache", '{"url": "http://host:1"}', "lm://HOST:PORT"),
         ("lmcache", '{"url": "lm://host:99999"}', "must be HOST:PORT"),
         ("lmcache", '{"url": "lm://host:1", "timeout": -1}', "timeout"),
+        ("lmcache", '{"url": "lm://host:1", "timeout": 0}', "timeout must be above 0"),
+        ("file", '{"dir": "/somewhere"}', "dir means nothing to the backend file"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(backend: str, extra: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         read_storage_config(backend, "timeout", extra)
+
+
+@pytest.mark.parametrize(
+    ("backend", "extra", "said"), [("nixl", None, "pip install nixl-cu13"), ("mooncake", MASTER + "}", "libibverbs")]
+)
+def test_a_missing_library_is_named_before_a_process_starts(
+    backend: str, extra: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*NIXL_PACKAGES, "mooncake"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(launch, "EngineHandle", lambda *_: pytest.fail("a process was started"))
+    args = ServerArgs.from_kwargs(
+        model_path=str(DEFAULT_MODEL_PATH), device="cpu", enable_hierarchical_cache=True,
+        hicache_storage_backend=backend, hicache_storage_backend_extra_config=extra,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=said):
+        launch.launch_engine(args)
 
 
 def test_settings_of_nixl_are_those_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +190,7 @@ def test_a_transfer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_nixl_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in nixl_files.PACKAGES:
+    for name in NIXL_PACKAGES:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="pip install nixl-cu13"):
         created("nixl", "{}")

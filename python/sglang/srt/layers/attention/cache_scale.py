@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import Scope, TensorPart, constant
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.plan.cache_scales import HEAD_RATIO, scale_factor
+from sglang.srt.plan.cache_scales import HEAD_RATIO, is_scale, scale_factor
 from sglang.srt.plan.weight_names import PartKey
 
 ABSENT = -1.0
@@ -35,7 +33,7 @@ class LayerCacheScales:
         scope.finish.append(self.take)
 
     def take(self) -> None:
-        """Gives the cache its scales. Raises UserError for a scale that is no positive number."""
+        """Gives the cache its scales. Raises UserError for a scale that cannot be one (`is_scale`)."""
         cache = self.cache
         if self.of_file is not None:
             cache.k_scale, cache.v_scale = self.of_file.k, self.of_file.k if self.v is self.k else self.of_file.v
@@ -48,7 +46,7 @@ class LayerCacheScales:
         value = scale.item()
         if value == ABSENT:
             return None
-        if not 0.0 < value < math.inf:
+        if not is_scale(value):
             raise UserError(
                 f"{self.name}: the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16,"
                 " or with scales in a file (--quantization-param-path)"

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from sglang.srt.configs.storage_options import read_size, refuse_unknown
+from sglang.srt.configs.storage_options import FILE_KEYS, read_size, refuse_unknown
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.storage.directory import is_writable_by_others, user_key
@@ -84,7 +84,7 @@ class FileStore:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> FileStore:
         """Makes a store from `options`, which take precedence over environment variables. Raises UserError."""
-        refuse_unknown(options, ("storage_dir", "max_size", "min_free_space", "eviction_ratio"), "file")
+        refuse_unknown(options, FILE_KEYS, "file")
         return cls.in_directory(options, envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR)
 
     @classmethod

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.configs.storage_options import FLAG, MooncakeOptions
+from sglang.srt.configs.storage_options import FLAG, MooncakeOptions, needed_library
 from sglang.srt.errors import UserError
 
 PREFIX = "sglang:kv:"
@@ -87,10 +87,7 @@ def _connect(options: MooncakeOptions) -> Any:
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
-        raise UserError(
-            "--hicache-storage-backend mooncake needs Mooncake: pip install mooncake-transfer-engine, and libibverbs"
-            f" (apt install libibverbs1) ({error})."
-        ) from None
+        raise UserError(f"{needed_library('mooncake')} ({error}).") from None
     # The library tries for minutes, and holds the interpreter's lock meanwhile.
     if not _is_reachable(options):
         raise UserError(

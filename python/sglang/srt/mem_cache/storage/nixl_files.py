@@ -16,14 +16,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sglang.srt.configs.storage_options import NixlOptions
+from sglang.srt.configs.storage_options import NIXL_PACKAGES, NixlOptions, needed_library
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.storage.file_store import FileStore
 
 PLUGIN = "POSIX"
-PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""The package for either CUDA, and the one for each."""
 MOVE_LIMIT_S = 30.0
 """Seconds that one file may take."""
 POLL_S = 0.0001
@@ -38,15 +36,12 @@ def create_nixl_store(options: NixlOptions) -> FileStore:
 
 def _import_nixl() -> Any:
     problems = []
-    for package in PACKAGES:
+    for package in NIXL_PACKAGES:
         try:
             return importlib.import_module(f"{package}._api")
         except ImportError as error:
             problems.append(str(error))
-    raise UserError(
-        "--hicache-storage-backend nixl needs NIXL: pip install nixl-cu13, or nixl-cu12, as torch's CUDA is"
-        f" ({'; '.join(problems)})."
-    )
+    raise UserError(f"{needed_library('nixl')} ({'; '.join(problems)}).")
 
 
 class NixlTransfer:

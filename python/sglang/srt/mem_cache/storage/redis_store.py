@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang.srt.configs.storage_options import DEFAULT_TIMEOUT_S, FLAG, read_seconds, refuse_unknown
+from sglang.srt.configs.storage_options import FLAG, read_seconds, read_timeout, refuse_unknown
 from sglang.srt.errors import UserError
 
 DEFAULT_PREFIX = "sglang:kv:"
@@ -36,7 +36,7 @@ class RedisStore:
         self.key = str(options.get("key", "")).encode()
         ttl = read_seconds(options, "ttl", 0.0)
         self.ttl = max(1, round(ttl)) if ttl else None
-        self._client = _connect(options.get("url"), read_seconds(options, "timeout", DEFAULT_TIMEOUT_S))
+        self._client = _connect(options.get("url"), read_timeout(options))
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         """Returns which entries exist. Touches them from the last to the first, so that the first ones count as used

@@ -99,9 +99,10 @@ def flagged_layers(c: Config) -> list[bool]:
 
 def listed_layers(c: Config, key: str, listed: Any) -> list[bool]:
     """Returns whether each layer is among those listed: "3,4,5", or numbers. Raises UserError that names `key`."""
-    numbers = [str(item).strip() for item in (listed.split(",") if isinstance(listed, str) else listed)]
-    if not all(number.isdecimal() for number in numbers):
-        raise UserError(f"{c.source}: {key!r} must be a list of layers' numbers; got {listed!r}.")
+    items = listed.split(",") if isinstance(listed, str) else listed
+    numbers = [str(item).strip() for item in items] if isinstance(items, list) else [""]
+    if not all(number.isdecimal() and len(number) < 10 for number in numbers):
+        raise UserError(f"{c.source}: {key!r} must be a list of layers' numbers; got {listed!r:.200}.")
     return [i in set(map(int, numbers)) for i in range(c.num_layers)]
 
 

@@ -20,6 +20,7 @@ def naive_n05(c: Config) -> Model:
     indexer = TokenIndexer(
         Indexer(c.positive("index_n_heads", 16), c.positive("index_head_dim", 128), c.positive("index_topk", 2048))
     )
+    c.only("indexer_rope_interleave", False)
     model = mimo_v2(c)
     return replace(model, layers=[_with_indexer(c, layer, indexer) for layer in model.layers])
 

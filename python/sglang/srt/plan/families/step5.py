@@ -8,7 +8,6 @@ from dataclasses import replace
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.mla.spec import Indexer
 from sglang.srt.blocks.region_sparse.spec import RegionSparse
-from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.attention import FULL
 from sglang.srt.plan.families.config import Config
@@ -25,24 +24,37 @@ _ONLY = {
     "sparse_indexer_num_k_heads": 1,
 }
 """Keys of `sparse_config` with the one value that is computed."""
+_UNUSED = ("sparse_indexer_softmax_variant", "sparse_indexer_ssmax_s_granularity")
+"""Keys of `sparse_config` about the factors of a scaled softmax (STEP5 says why they are not read)."""
 
 
 def step5(c: Config) -> Model:
     # The residual stream has the model's dtype here.
     c.ignore("fp32_residual_connection", "norm_dtype")
     model = step3(c)
-    inner = ConfigReader(c.default(_SPARSE, dict, {}), f"{c.source} {_SPARSE}")
-    if not inner.values or inner.values.get("enabled") is False:
+    inner = Config(c.default(_SPARSE, dict, {}), f"{c.source} {_SPARSE}", problems=c.problems)
+    if not inner.values or not inner.default("enabled", bool, True):
         return model
     for key, value in _ONLY.items():
         if inner.values.get(key) not in (None, value):
             c.problem(f"{_SPARSE} {key} = {inner.values[key]!r} is not supported; supported: {value!r}.")
     if inner.default("apply_to_layer_types", list, [FULL]) != [FULL]:
         c.problem(f"{_SPARSE} apply_to_layer_types = {inner.values['apply_to_layer_types']!r} is not supported.")
-    return replace(model, layers=[_with_regions(layer, inner) for layer in model.layers])
+    layers = [_with_regions(layer, inner) for layer in model.layers]
+    if any(isinstance(layer.mixer, RegionSparse) for layer in layers):
+        _check_unread(inner)
+    return replace(model, layers=layers)
 
 
-def _with_regions(layer: LayerSpec, inner: ConfigReader) -> LayerSpec:
+def _check_unread(inner: Config) -> None:
+    """Notes a problem for each key of `sparse_config` that nothing has read and that switches something on."""
+    inner.ignore(*_UNUSED)
+    for key in sorted(set(inner.recorded) - inner.recorded.read):
+        if value := inner.recorded.peek(key):
+            inner.problem(f"{key} = {value!r:.200} is not supported: no layer here reads it.")
+
+
+def _with_regions(layer: LayerSpec, inner: Config) -> LayerSpec:
     """Returns the layer with an indexer for each KV head, unless it has a window. Raises UserError."""
     heads = layer.mixer
     assert isinstance(heads, GQA), "the family's layers are of one kind"
