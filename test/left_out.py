@@ -129,10 +129,13 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "v41_dspark-options27",
     ),
     "srt/speculative/test_chains.py::test_a_target_that_drafts_for_itself": (
+        "deepseek_v3-params2",
         "qwen3-params1",
         "qwen3_windows-params5",
     ),
     "srt/speculative/test_draft_block.py::test_tokens_are_those_of_the_plain_run": (
+        "deepseek_v3-DFLASH-sampled",
+        "glm_moe_dsa-DFLASH-greedy",
         "minimax_m3-DFLASH-greedy",
         "qwen3_windows-DSPARK-sampled",
     ),
@@ -189,6 +192,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "sgl_kernel/test_all_reduce_protocol.py::test_a_rank_that_stays_away_is_named": ("4",),
     "sgl_kernel/test_all_reduce_protocol.py::test_sums_are_exact_and_nothing_races": (
         "2-100",
+        "3-60",
         "4-60",
     ),
     "sgl_kernel/test_custom_all_reduce.py::test_parts_arrive_as_they_are": ("3",),
@@ -204,6 +208,9 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "http/test_speculation.py::test_the_same_tokens": (
         "bias",
         "least length",
+        "penalties",
+        "regex",
+        "schema",
         "several",
         "stop token",
     ),
@@ -315,6 +322,34 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "srt/layers/attention/test_latent_attention.py::test_queries_beyond_what_float16_holds_meet_float8_latents": (
         "1073741824.0",
     ),
+    # `make fuzz` soaks a server for longer.
+    "fuzz/test_soak.py::test_soak": (EVERY,),
+    # A script that asks servers on a GPU, and tools of those who carry changes onto another release.
+    "scripts/test_first_hour.py::test_a_server_is_started_asked_and_ended": (EVERY,),
+    "scripts/upstream/test_verify.py::test_a_tree_that_overflows_fails_and_says_where": (EVERY,),
+    "scripts/upstream/test_verify.py::test_the_triton_that_compiles_is_the_one_that_was_asked_for": (EVERY,),
+    "scripts/upstream/test_gpu.py::test_servers_that_differ_or_do_not_start": (EVERY,),
+    "scripts/upstream/test_rebase.py::test_moved_changes_are_in_the_report_and_in_the_exit_code": (EVERY,),
+    # Another layout of ranks has a server of its own; test_attention_groups.py has groups, test_parallel_schedules.py
+    # pipelines.
+    "e2e/test_tensor_parallel.py::test_groups_with_requests_of_their_own_answer_like_one": ("2-2-1-2-False",),
+    "e2e/test_tensor_parallel.py::test_ranks_answer_like_one": ("1-1-2",),
+    "srt/models/test_tensor_parallel.py::test_ranks_agree_with_one_rank": ("TP3", "TP4"),
+    "http/test_embedded_adapters.py::test_each_answers_in_its_manner": ("two ranks",),
+    # Schedules with drafts have what plain ones have; the host tier has schedules of its own.
+    "srt/managers/test_adapter_schedules.py::test_each_gets_the_tokens_of_its_adapter": ("plain-10", "host tier-10"),
+    "srt/managers/test_adapters_in_stages.py::test_two_batch_overlap": ("gemma4",),
+    "srt/managers/test_expert_slot_random_schedules.py::test_random_schedules": ("sinks",),
+    "srt/speculative/test_ling3_schedules.py::test_drafts_change_nothing": ("DFLASH-eager", "DSPARK-PP2"),
+    # One mode, or what else stands beside it, is enough for the endpoint; schedulers are asked in all of them.
+    "http/test_sleep.py::test_requests_that_run": ("wait",),
+    "http/test_sleep.py::test_all_ranks_sleep": ("a draft", "two replicas"),
+    "http/test_several_models.py::test_swaps_leave_nothing_behind": ("20",),
+    "srt/managers/test_sleep_matrix.py::test_ranks_sleep_together": ("DCP2 x PP2-latents",),
+    # Codebooks, families and ranks that others of the file have.
+    "srt/models/test_exl3.py::test_two_ranks": ("2",),
+    "srt/models/test_exl3.py::test_a_dense_model": ("mcg",),
+    "srt/models/test_exl3.py::test_families": ("glm_moe_dsa_wide", "mimo_v2_wide", "minimax_m2_wide"),
 }
 
 

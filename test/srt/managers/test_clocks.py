@@ -23,6 +23,8 @@ READ_CLOCKS = {
     "mem_cache/storage/tier.py": "all ranks agree on which waits are over",
     "mem_cache/storage/engine.py": "in threads, whose results all ranks agree on",
     "mem_cache/storage/file_sizes.py": "in threads: ages of temporary files and of what is known of a directory",
+    "mem_cache/storage/mooncake_store.py": "in threads: how long a full store is tried again",
+    "mem_cache/storage/nixl_files.py": "in threads: how long a transfer may take",
     "mem_cache/storage/file_store.py": "in threads: times of use of files",
     "constrained/compile_process.py": "in the child that verifies for rank 0",
     "constrained/mask_filler.py": "chooses a number of threads, which changes no mask",
