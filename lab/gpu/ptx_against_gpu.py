@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "compare":
         return compare_all(args.folder)
     args.out.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT / part) for part in ("python", "test", "lab/gpu")]
+    paths = [*(str(ROOT / part) for part in ("python", "test", "lab/gpu")), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         FOLDER: str(args.out.resolve()), "SGLANG_FORCE_ARCH": "sm_120", "PYTHONPATH": os.pathsep.join(paths),
     }  # fmt: skip
