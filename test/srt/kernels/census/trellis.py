@@ -13,8 +13,9 @@ from sglang.srt.layers.triton_ops import trellis_experts, trellis_products
 
 from .inputs import BF16, empty
 
-_FORMS = [Trellis(half_bits, codebook) for codebook in CODEBOOKS for half_bits in (6, 8)]
-"""Kernels for four bits know that; others take any."""
+_FORMS = [Trellis(half_bits, "mul1") for half_bits in range(2, 17)] + [
+    Trellis(2 * bits, codebook) for codebook in CODEBOOKS if codebook != "mul1" for bits in range(1, 9)
+]
 SIZE, EXPERTS = 1024, 8
 
 

@@ -1,8 +1,11 @@
 """Products with EXL3's trellises: y = (((x * suh) H) Wq) H * svh. Reference: `layers.quantization.trellis`.
 
 Four kernels: the transform of inputs, tiles decoded in registers in front of `tl.dot` for few rows, a matrix decoded to
-float16 for many, and the transform of outputs, which also adds the parts of a split product. A lane's eight weights of
-a tile end in 7 K + 16 neighbouring bits, which are four words at most: these are loaded once and shifted.
+float16 for many, and the transform of outputs, which also adds the parts of a split product.
+
+A lane decodes of each tile the eight weights that it needs as an operand of `mma.m16n8k16`, so that a program of one
+warp multiplies them without a detour through shared memory. Triton wants four neighbours of a column in each lane, for
+which 16 rows of a tile stand in another order (`_in_tile`), and so do the transformed inputs.
 """
 
 from __future__ import annotations
@@ -14,15 +17,28 @@ from sglang.srt.layers.triton_ops.scaled_dot import INTERPRETED
 
 BLOCK: tl.constexpr = tl.constexpr(128)
 LANES: tl.constexpr = tl.constexpr(32)
+BLOCK_K: tl.constexpr = tl.constexpr(64)
+BLOCK_N: tl.constexpr = tl.constexpr(32)
+"""Weights that a program decodes at a time: 4 x 2 tiles, each by all of its lanes. Loads of one dimension leave Triton
+no other layout."""
 MUL1_SCALE: tl.constexpr = tl.constexpr(0.00676727294921875)
 MUL1_OFFSET: tl.constexpr = tl.constexpr(-10.3828125)
-"""The float16 factor and summand that turn MUL1's sums of bytes into values."""
+"""The float16 factor and summand that turn MUL1's sums of bytes into values; twice 0x1EEE and 0xC931 below."""
+VALUES_OF_SUMS: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 a, b, scale, offset;"
+    " dp4a.u32.u32 a, $1, 0x01010101, 0x6400; dp4a.u32.u32 b, $2, 0x01010101, 0x6400; prmt.b32 a, a, b, 0x5410;"
+    " mov.b32 scale, 0x1EEE1EEE; mov.b32 offset, 0xC931C931; fma.rn.f16x2 $0, a, scale, offset; }"
+)
+VALUES_OF_HALVES: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x5410; prmt.b32 high, $1, $2, 0x7632; add.rn.f16x2 $0, low, high; }"
+)
+"""Two products of states -> two values in one register, as the operand of a product has them."""
 
 
 @triton.jit
-def _value(state, multiplier, summand, MUL1: tl.constexpr):
+def _values(states, multiplier, summand, MUL1: tl.constexpr):
     """States uint32 -> values float16 of the codebook MUL1, or of one of those that add two halves."""
-    product = state * multiplier.to(tl.uint32) + summand.to(tl.uint32)
+    product = states * multiplier.to(tl.uint32) + summand.to(tl.uint32)
     if MUL1:
         # 0x6400 plus an integer below 1,024 is the float16 of 1,024 plus it.
         if INTERPRETED:
@@ -31,99 +47,127 @@ def _value(state, multiplier, summand, MUL1: tl.constexpr):
             total = bits.to(tl.uint16).to(tl.float16, bitcast=True)
             return (total.to(tl.float32) * MUL1_SCALE + MUL1_OFFSET).to(tl.float16)  # exact but for the last rounding
         else:
-            bits = tl.inline_asm_elementwise(
-                "dp4a.u32.u32 $0, $1, 0x01010101, 0x6400;", "=r,r", [product], dtype=tl.uint32, is_pure=True, pack=1
+            return tl.inline_asm_elementwise(
+                VALUES_OF_SUMS, "=r,r,r", [product], dtype=tl.float16, is_pure=True, pack=2
             )
-            total = bits.to(tl.uint16).to(tl.float16, bitcast=True)
-            scale, offset = tl.full(total.shape, MUL1_SCALE, tl.float16), tl.full(total.shape, MUL1_OFFSET, tl.float16)
-            return tl.fma(total, scale, offset)
     mixed = (product & 0x8FFF8FFF) ^ 0x3B603B60
-    low = (mixed & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (mixed >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low + high
-
-
-@triton.jit
-def _state(j: tl.constexpr, at, one, two, three, four, half_bits, FOUR_BITS: tl.constexpr):
-    """The state of a lane's position j, uint32. `at` is the bit of the lane's words where that of position 0 begins."""
-    if FOUR_BITS:  # in every lane at bit 20
-        first: tl.constexpr = 20 + 4 * j
-        if first > 32:
-            state = two >> (48 - first)
-        else:
-            state = (one << (first - 16)) | (two >> (48 - first))
-        return state & 0xFFFF
+    if INTERPRETED:
+        low = (mixed & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        high = (mixed >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+        return low + high
     else:
-        # Lanes begin at even positions, so that halves of bits do not add up.
-        place = at + ((j + 1) * half_bits // 2 - half_bits // 2)
-        high = tl.where(place < 32, one, tl.where(place < 64, two, three)).to(tl.uint64)
-        low = tl.where(place < 32, two, tl.where(place < 64, three, four)).to(tl.uint64)
-        return (((high << 32) | low) >> (48 - place % 32).to(tl.uint64)).to(tl.uint32) & 0xFFFF
+        return tl.inline_asm_elementwise(VALUES_OF_HALVES, "=r,r,r", [mixed], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _words(tiles, word, ahead: tl.constexpr, words):
-    """The lanes' words, `ahead` behind their first, in the ring of a tile."""
-    place = word + ahead
-    return tl.load(tiles + tl.where(place >= words, place - words, place)[None, None, :]).to(tl.uint32, bitcast=True)
+def _shifted(high, low, by):
+    """The upper 32 bits of 64, shifted to the left by 0 to 31."""
+    if INTERPRETED:
+        both = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+        return (both >> (32 - by).to(tl.uint64)).to(tl.uint32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shf.l.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, by], dtype=tl.uint32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
-def decoded(
-    tiles,
-    first_k,
-    first_n,
-    tiles_n,
-    half_bits,
-    multiplier,
-    summand,
-    K_TILES: tl.constexpr,
-    N_TILES: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
-    MUL1: tl.constexpr,
-):
-    """Weights float16 [16 K_TILES, 16 N_TILES], from tile (first_k, first_n) on. tiles: int32 [k, tiles_n, words] with
-    half_bits / 2 bits a weight."""
-    if FOUR_BITS:
-        half_bits = 8
-    words = 4 * half_bits
-    k, n, lane = tl.arange(0, K_TILES), tl.arange(0, N_TILES), tl.arange(0, LANES)
-    base = ((first_k + k)[:, None] * tiles_n + (first_n + n)[None, :]).to(tl.int64) * words
+def _state(first, second, third, POSITION: tl.constexpr, HALF_BITS: tl.constexpr):
+    """The state of a lane's position, uint32: 16 bits of its three words, whose first bit begins position 0."""
+    # Lanes begin at even positions, so that halves of bits do not add up.
+    begin: tl.constexpr = (POSITION + 1) * HALF_BITS // 2 - HALF_BITS // 2
+    at: tl.constexpr = begin % 32
+    high, low = first, second
+    if begin >= 64:
+        high, low = third, third
+    elif begin >= 32:
+        high, low = second, third
+    if at <= 16:
+        return (high >> (16 - at)) & 0xFFFF
+    else:
+        return ((high << at) | (low >> (32 - at))) >> 16
+
+
+@triton.jit
+def _four(at, row_words):
+    """Words [LANES, 2, 2] of four tiles in a column of tiles."""
+    even = tl.join(tl.load(at), tl.load(at + 2 * row_words))
+    odd = tl.join(tl.load(at + row_words), tl.load(at + 3 * row_words))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _words(tiles, word, AHEAD: tl.constexpr, row_words, WORDS: tl.constexpr):
+    """The lanes' words, AHEAD behind their first in the ring of a tile: uint32 [LANES, 2, 2, 2] of 4 x 2 tiles."""
+    place = word + AHEAD
+    at = tiles + tl.where(place >= WORDS, place - WORDS, place)
+    return tl.join(_four(at, row_words), _four(at + WORDS, row_words)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def decoded(tiles, first_k, first_n, tiles_n, multiplier, summand, HALF_BITS: tl.constexpr, MUL1: tl.constexpr):
+    """Weights float16 [BLOCK_K, BLOCK_N], from tile (first_k, first_n) on, rows in the order of `_in_tile`.
+    tiles: int32 [k, tiles_n, words] with HALF_BITS / 2 bits a weight."""
+    words: tl.constexpr = 4 * HALF_BITS
+    lane = tl.arange(0, LANES)
     # The state of a lane's first position ends behind its first symbol: it begins 16 bits before, in the ring.
-    bit = lane * words + half_bits // 2 - 16
+    bit = lane * words + HALF_BITS // 2 - 16
     bit = tl.where(bit < 0, bit + 32 * words, bit)
-    word, at = bit // 32, (bit % 32)[None, None, :]
-    from_tile = tiles + base[:, :, None]
-    one, two = _words(from_tile, word, 0, words), _words(from_tile, word, 1, words)
-    three, four = two, two
-    if not FOUR_BITS:
-        three, four = _words(from_tile, word, 2, words), _words(from_tile, word, 3, words)
-    v0 = _value(_state(0, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    v1 = _value(_state(1, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    v2 = _value(_state(2, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    v3 = _value(_state(3, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    v4 = _value(_state(4, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    v5 = _value(_state(5, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    v6 = _value(_state(6, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    v7 = _value(_state(7, at, one, two, three, four, half_bits, FOUR_BITS), multiplier, summand, MUL1)
-    left = tl.join(tl.join(v0, v1), tl.join(v2, v3))
-    right = tl.join(tl.join(v4, v5), tl.join(v6, v7))
-    # [k, n, lane / 4, lane % 4, item % 2, item / 2 % 2, item / 4]: rows are 8 (item / 2 % 2) + 2 (lane % 4) + item % 2,
-    # columns 8 (item / 4) + lane / 4.
-    each = tl.reshape(tl.join(left, right), (K_TILES, N_TILES, 8, 4, 2, 2, 2))
-    each = tl.permute(each, (0, 5, 3, 4, 1, 6, 2))
-    return tl.reshape(each, (16 * K_TILES, 16 * N_TILES))
+    word, by = bit // 32, (bit % 32)[:, None, None, None]
+    # A lane's states have `bits` bits in all, which begin at most `late` bits behind a word's first.
+    bits: tl.constexpr = 8 * HALF_BITS // 2 - HALF_BITS // 2 + 16
+    step: tl.constexpr = 32 if HALF_BITS % 8 == 0 else 16 if HALF_BITS % 4 == 0 else 8 if HALF_BITS % 2 == 0 else 4
+    late: tl.constexpr = (HALF_BITS // 2 + 16) % step + 32 - step
+    row_words = tiles_n * words
+    tiles += first_k * row_words.to(tl.int64) + first_n * words
+    one = _words(tiles, word, 0, row_words, words)
+    two, three, four = one, one, one
+    if late + bits > 32:
+        two = _words(tiles, word, 1, row_words, words)
+    if late + bits > 64:
+        three = _words(tiles, word, 2, row_words, words)
+    if late + bits > 96:
+        four = _words(tiles, word, 3, row_words, words)
+    first, second, third = _shifted(one, two, by), one, one
+    if bits > 32:
+        second = _shifted(two, three, by)
+    if bits > 64:
+        third = _shifted(three, four, by)
+    s0 = _state(first, second, third, 0, HALF_BITS)
+    s1 = _state(first, second, third, 1, HALF_BITS)
+    s2 = _state(first, second, third, 2, HALF_BITS)
+    s3 = _state(first, second, third, 3, HALF_BITS)
+    s4 = _state(first, second, third, 4, HALF_BITS)
+    s5 = _state(first, second, third, 5, HALF_BITS)
+    s6 = _state(first, second, third, 6, HALF_BITS)
+    s7 = _state(first, second, third, 7, HALF_BITS)
+    even = tl.join(tl.join(s0, s4), tl.join(s2, s6))
+    odd = tl.join(tl.join(s1, s5), tl.join(s3, s7))
+    # Neighbours in registers are neighbours in a column.
+    each = _values(tl.join(even, odd), multiplier, summand, MUL1)
+    # [lane / 4, lane % 4, k / 2, k % 2, n, item / 4, item / 2 % 2, item % 2]. A tile's rows are 4 (lane % 4) + item % 4
+    # here and 8 (item / 2 % 2) + 2 (lane % 4) + item % 2 in the file; its columns are 8 (item / 4) + lane / 4.
+    each = tl.reshape(each, (8, 4, 2, 2, 2, 2, 2, 2))
+    each = tl.permute(each, (2, 3, 1, 6, 7, 4, 5, 0))
+    return tl.reshape(each, (BLOCK_K, BLOCK_N))
 
 
 @triton.jit
-def hadamard():
-    """Signs of the transform, float16 [128, 128]: the parity of the bits that row and column share."""
-    index = tl.arange(0, BLOCK)
-    shared = index[:, None] & index[None, :]
+def _in_tile(row):
+    """The row of the file's matrix that stands in a row of `decoded`."""
+    return (row & -16) | ((row & 2) << 2) | ((row & 12) >> 1) | (row & 1)
+
+
+@triton.jit
+def hadamard(rows, cols):
+    """Signs of the transform, float16 [rows, cols]: the parity of the bits that row and column share."""
+    shared = rows[:, None] & cols[None, :]
     parity = (0x6996 >> ((shared ^ (shared >> 4)) & 15)) & 1
     return (0x3C00 | (parity << 15)).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
+AT_ONCE: tl.constexpr = tl.constexpr(4)
+"""Parts of a product that are loaded at once."""
 ROOT: tl.constexpr = tl.constexpr(0.08838834764831845)
 """1 / sqrt(128)."""
 LARGEST: tl.constexpr = tl.constexpr(65504.0)
@@ -134,7 +178,7 @@ def transform_inputs_kernel(
     x,  # [T, K]; ROUTED: [T / per_row, K]
     suh,  # float16 [modules, PADDED]; ROUTED: [experts, PADDED]
     experts,  # ROUTED: int32 [T]
-    out,  # float16 [modules, T, PADDED]
+    out,  # float16 [modules, T, PADDED], columns in the order of `_in_tile`
     T,
     K,
     PADDED,
@@ -149,7 +193,8 @@ def transform_inputs_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     module = tl.program_id(2).to(tl.int64)
     there = rows < T
-    signs = hadamard()
+    in_block = tl.arange(0, BLOCK)
+    signs = hadamard(in_block, _in_tile(in_block))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -169,9 +214,9 @@ def transform_inputs_kernel(
     tl.store(to, mixed.to(tl.float16), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "tiles_n", "expert_words", "half_bits", "multiplier", "summand"])
+@triton.jit(do_not_specialize=["T", "tiles_n", "expert_words", "multiplier", "summand"])
 def product_kernel(
-    x,  # float16 [T, K], transformed
+    x,  # float16 [T, K], transformed, columns in the order of `_in_tile`
     tiles,  # int32 [K / 16, tiles_n, words]; ROUTED: of each expert
     out,  # [splits, T, columns]
     sorted_rows,  # ROUTED: int32, rows by expert in blocks of BLOCK_M
@@ -184,13 +229,10 @@ def product_kernel(
     first_column,
     chunk,
     expert_words,
-    half_bits,
     multiplier,
     summand,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
+    HALF_BITS: tl.constexpr,
     MUL1: tl.constexpr,
     ROUTED: tl.constexpr,
     PDL: tl.constexpr,
@@ -214,10 +256,7 @@ def product_kernel(
     x_at = x + rows[:, None].to(tl.int64) * K + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(begin, min(begin + chunk, K), BLOCK_K):
-        weight = decoded(
-            tiles, start // 16, n * (BLOCK_N // 16), tiles_n, half_bits, multiplier, summand, BLOCK_K // 16,
-            BLOCK_N // 16, FOUR_BITS, MUL1,
-        )  # fmt: skip
+        weight = decoded(tiles, start // 16, n * (BLOCK_N // 16), tiles_n, multiplier, summand, HALF_BITS, MUL1)
         # The ledger's rows have bfloat16 in the place of every 16-bit type.
         total = tl.dot(tl.load(x_at + start, mask=there, other=0.0).to(tl.float16), weight, total)
     cols = first_column + n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -225,27 +264,22 @@ def product_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["tiles_n", "first_tile", "half_bits", "multiplier", "summand"])
+@triton.jit(do_not_specialize=["tiles_n", "first_tile", "multiplier", "summand"])
 def decode_kernel(
     tiles,  # int32 [K / 16, tiles_n, words]
-    out,  # float16 [K, columns]
+    out,  # float16 [K, columns], rows in the order of `_in_tile`
     tiles_n,
     columns,
     first_tile,
-    half_bits,
     multiplier,
     summand,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
+    HALF_BITS: tl.constexpr,
     MUL1: tl.constexpr,
 ):
     """Weights [BLOCK_K, BLOCK_N]; columns of `out` begin with tile `first_tile`."""
     n, k = tl.program_id(0), tl.program_id(1)
-    weight = decoded(
-        tiles, k * (BLOCK_K // 16), first_tile + n * (BLOCK_N // 16), tiles_n, half_bits, multiplier, summand,
-        BLOCK_K // 16, BLOCK_N // 16, FOUR_BITS, MUL1,
-    )  # fmt: skip
+    first_n = first_tile + n * (BLOCK_N // 16)
+    weight = decoded(tiles, k * (BLOCK_K // 16), first_n, tiles_n, multiplier, summand, HALF_BITS, MUL1)
     rows, cols = k * BLOCK_K + tl.arange(0, BLOCK_K), n * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out + rows[:, None].to(tl.int64) * columns + cols[None, :], weight)
 
@@ -276,7 +310,8 @@ def transform_outputs_kernel(
     begin, end = tl.load(places + 3 * block + 1), tl.load(places + 3 * block + 2)
     to = place + tl.arange(0, BLOCK)
     wanted = (to >= begin) & (to < end)
-    signs = hadamard().to(tl.bfloat16)
+    in_block = tl.arange(0, BLOCK)
+    signs = hadamard(in_block, in_block).to(tl.bfloat16)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -286,9 +321,11 @@ def transform_outputs_kernel(
     else:
         scale = tl.load(svh + cols).to(tl.float32)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK), tl.float32)
-    for split in range(splits):
-        at = (split * T + rows[:, None]).to(tl.int64) * columns + cols[None, :]
-        total += tl.load(parts + at, mask=there[:, None], other=0.0).to(tl.float32)
+    for first in range(0, splits, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # loads that do not wait for each other
+            split = first + i
+            at = (split * T + rows[:, None]).to(tl.int64) * columns + cols[None, :]
+            total += tl.load(parts + at, mask=there[:, None] & (split < splits), other=0.0).to(tl.float32)
     # Twice eight bits of the sums; a third product would add what results in 16 bits do not show.
     high = total.to(tl.bfloat16)
     mixed = tl.dot((total - high.to(tl.float32)).to(tl.bfloat16), signs)

@@ -23,10 +23,10 @@ from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.quantization.trellis_banks import Banks, TrellisBank
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.activation import activate
-from sglang.srt.layers.triton_ops.trellis import product_kernel
+from sglang.srt.layers.triton_ops.trellis import BLOCK_N, product_kernel
 from sglang.srt.layers.triton_ops.trellis_products import (
-    FEW_TILE,
     MAX_ROWS,
+    PRODUCT_TILE,
     kind_of,
     numbers_of,
     transform_inputs,
@@ -35,7 +35,6 @@ from sglang.srt.layers.triton_ops.trellis_products import (
 
 MANY_ROWS = 64
 """Pairs of a block where an expert has at least half as many on average."""
-MANY_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
 
 
 def fused_moe(
@@ -98,13 +97,12 @@ def _multiply(
     num_pairs, (size, columns) = len(experts), (bank.suh.shape[1], bank.svh.shape[1])
     inner = torch.empty((1, num_pairs, size), dtype=torch.float16, device=x.device)
     transform_inputs(x, bank.suh, inner, experts, per_row)
-    few = block_m == MAX_ROWS
-    parts = torch.empty((1, num_pairs, columns), dtype=torch.float32 if few else torch.float16, device=x.device)
-    tiles, tile = bank.tiles.view(torch.int32), FEW_TILE if few else MANY_TILE
-    product_kernel[(columns // tile["BLOCK_N"], blocks.max_blocks)](
+    dtype = torch.float32 if block_m == MAX_ROWS else torch.float16
+    parts, tiles = torch.empty((1, num_pairs, columns), dtype=dtype, device=x.device), bank.tiles.view(torch.int32)
+    product_kernel[(columns // BLOCK_N.value, blocks.max_blocks)](
         inner, tiles, parts, blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks, num_pairs, size,
         columns // TILE, columns, 0, size, tiles[0].numel(), *numbers_of(bank.form),
-        BLOCK_M=block_m, ROUTED=True, **kind_of(bank.form), **tile,
+        BLOCK_M=block_m, ROUTED=True, **kind_of(bank.form), **PRODUCT_TILE,
         **pdl.options(),
     )  # fmt: skip
     transform_outputs(parts, bank.svh, bank.places, out, None, experts)

@@ -21,6 +21,8 @@ from sglang.srt.layers.quantization.linear_weight import QuantizedProduct
 from sglang.srt.layers.quantization.trellis import MULTIPLIERS, SUMMANDS, TrellisWeight
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.trellis import (
+    BLOCK_K,
+    BLOCK_N,
     decode_kernel,
     product_kernel,
     transform_inputs_kernel,
@@ -28,11 +30,11 @@ from sglang.srt.layers.triton_ops.trellis import (
 )
 
 MAX_ROWS = 16
-FEW_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
-DECODE_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
+PRODUCT_TILE = {"num_warps": 1, "num_stages": 1}
+DECODE_TILE = {"num_warps": 1, "num_stages": 1}
 TRANSFORM_TILE = {"BLOCK_M": 16, "num_warps": 4, "num_stages": 1}
-PROGRAMS = 512
-"""Programs into which a product of few rows is split, if its columns allow."""
+PROGRAMS = 4096
+"""Programs of one warp into which a product of few rows is split, if its columns allow."""
 LEAST_CHUNK = 256
 """Fewest columns of x of a program."""
 
@@ -118,17 +120,16 @@ def product(
     return out
 
 
-def numbers_of(form: Trellis) -> tuple[int, int, int]:
-    """Returns twice the bits, and the codebook's multiplier and summand as kernels take them, in 32 bits with a
-    sign."""
+def numbers_of(form: Trellis) -> tuple[int, int]:
+    """Returns the codebook's multiplier and summand as kernels take them, in 32 bits with a sign."""
     multiplier = MULTIPLIERS[form.codebook]
     signed = multiplier - (1 << 32) if multiplier >> 31 else multiplier
-    return form.half_bits, signed, SUMMANDS.get(form.codebook, 0)
+    return signed, SUMMANDS.get(form.codebook, 0)
 
 
-def kind_of(form: Trellis) -> dict[str, bool]:
-    """Returns the constants of kernels for a form: those of four bits know where states begin."""
-    return {"FOUR_BITS": form.half_bits == 8, "MUL1": form.codebook == "mul1"}
+def kind_of(form: Trellis) -> dict[str, int]:
+    """Returns the constants of kernels for a form."""
+    return {"HALF_BITS": form.half_bits, "MUL1": form.codebook == "mul1"}
 
 
 def transform_inputs(
@@ -164,7 +165,7 @@ def transform_outputs(
 
 def splits_of(columns: int, size: int) -> tuple[int, int]:
     """Returns into how many parts the columns of x are split, and how many columns a part has."""
-    programs = columns // FEW_TILE["BLOCK_N"]
+    programs = columns // BLOCK_N.value
     wanted = max(1, min(PROGRAMS // programs, size // LEAST_CHUNK))
     chunk = triton.cdiv(triton.cdiv(size, wanted), BLOCK) * BLOCK
     return triton.cdiv(size, chunk), chunk
@@ -172,11 +173,11 @@ def splits_of(columns: int, size: int) -> tuple[int, int]:
 
 def few_rows(x: torch.Tensor, module: PackedModule, parts: torch.Tensor, chunk: int) -> None:
     """Fills the module's columns of parts [splits, T, columns] with sums over `chunk` columns of x [T, padded K]."""
-    grid = (module.columns // FEW_TILE["BLOCK_N"], parts.shape[0])
+    grid = (module.columns // BLOCK_N.value, parts.shape[0])
     product_kernel[grid](
         x, module.tiles, parts, module.tiles, module.tiles, module.tiles, len(x), x.shape[1], module.tiles.shape[1],
         parts.shape[2], module.first, chunk, 0, *numbers_of(module.form),
-        BLOCK_M=MAX_ROWS, ROUTED=False, **kind_of(module.form), **FEW_TILE,
+        BLOCK_M=MAX_ROWS, ROUTED=False, **kind_of(module.form), **PRODUCT_TILE,
         **pdl.options(),
     )  # fmt: skip
 
@@ -188,7 +189,7 @@ def many_rows(x: torch.Tensor, module: PackedModule, out: torch.Tensor) -> None:
     for begin in range(0, module.columns, step):
         width = min(step, module.columns - begin)
         decoded = torch.empty((size, width), dtype=torch.float16, device=x.device)
-        decode_kernel[(width // DECODE_TILE["BLOCK_N"], size // DECODE_TILE["BLOCK_K"])](
+        decode_kernel[(width // BLOCK_N.value, size // BLOCK_K.value)](
             module.tiles, decoded, module.tiles.shape[1], width, begin // TILE, *numbers_of(module.form),
             **kind_of(module.form), **DECODE_TILE,
         )  # fmt: skip
