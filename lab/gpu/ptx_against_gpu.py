@@ -144,6 +144,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> int:
     """Returns the largest difference in units of the last place, of integers the largest difference. The unit is that
     of the value or, where that is larger, of the tensor's root mean square: sums that cancel keep the errors of what
     they add."""
+    ours, theirs = ours.contiguous(), theirs.contiguous()
     if not theirs.numel() or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
         return 0
     if not ours.is_floating_point() or ours.element_size() == 1:
