@@ -6,7 +6,7 @@
 # make clean-record  remove what an interrupted test-record has found
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
-# make clients langchain-openai, litellm and its proxy, instructor, openai-agents, Claude Code, Codex, opencode and Cline (from npm), and all pairs of request options for tools and formats, against a server
+# make clients langchain-openai, litellm and its proxy, instructor, openai-agents, Claude Code, Codex, opencode and Cline (from npm), verl's client and server, and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over models of every kind of cache, with draft tokens and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
@@ -42,6 +42,7 @@ CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
 PROXY := build/litellm-proxy
 HELPERS := build/client-helpers
 VERL := build/verl
+VERL_IMPORTS := ray accelerate antlr4-python3-runtime==4.9.3 click cloudpickle codetiming dill hydra-core jsonschema msgpack omegaconf orjson pyvers tensordict==0.10.0
 STORES := build/stores
 
 # Where it is set, pytest compiles 150 modules of its plugins anew in every process.
@@ -95,7 +96,7 @@ clients: install
 	@[ -f $(PROXY)/bin/litellm ] || ($(PYTHON) -m venv $(PROXY) && $(PROXY)/bin/pip install --quiet 'litellm[proxy]')
 	@[ -f $(HELPERS)/.installed ] || ($(PYTHON) -m venv $(HELPERS) && \
 		$(HELPERS)/bin/pip install --quiet instructor openai-agents && touch $(HELPERS)/.installed)
-	@[ -d $(VERL)/verl ] || $(BIN)/python -m pip install --quiet --no-deps --target $(VERL) verl==0.9.1
+	@[ -d $(VERL)/ray ] || $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VERL) verl==0.9.1 $(VERL_IMPORTS)
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS) && \
 		if [ -f $(CLAUDE)/install.cjs ]; then (cd $(CLAUDE) && node install.cjs); fi; \
 	else echo "npm is not installed: the tests of $(AGENTS) are skipped."; fi

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.version import __version__
+from sglang.version import SGLANG_VERSION
+from sglang.version import __version__ as _own_version
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
 __all__ = ["Engine", "ServerArgs", "__version__"]
+
+__version__ = f"{SGLANG_VERSION}+sm120.{_own_version}"
+"""What this is to programs that ask for SGLang, and our own version behind it."""
 
 _LAZY = {"Engine": "sglang.srt.entrypoints.engine", "ServerArgs": "sglang.srt.server_args"}
 

@@ -24,7 +24,7 @@ from other_weights import write_other_weights
 from safetensors.torch import load_file
 
 import sglang
-from sglang.embedded import DEFAULT_MODEL_PATH, EAGLE3_PATH
+from sglang.embedded import ADAPTERS_PATH, DEFAULT_MODEL_PATH, EAGLE3_PATH
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.utils.engine_state import TAGS, WEIGHTS
 
@@ -43,7 +43,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "a draft": {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": EAGLE3_PATH},
     "fp8": {"quantization": "fp8"},
     "main memory": {"enable_hierarchical_cache": True, "hicache_size": 1},
+    "an adapter": {"lora_paths": {"ahoy": f"{ADAPTERS_PATH}/ahoy"}},
 }
+OF_TOKENS = ("quantization", "lora_paths")
+"""Flags that change tokens."""
 
 
 def engine(**flags: Any) -> sglang.Engine:
@@ -51,8 +54,13 @@ def engine(**flags: Any) -> sglang.Engine:
     return sglang.Engine(enable_memory_saver=True, **flags)
 
 
+def asked(served: sglang.Engine) -> Any:
+    """The answers, of which the second is the adapter's where there is one."""
+    return served.generate(PROMPTS, GREEDY, lora_path=[None, "ahoy", None] if served.server_args.lora_paths else None)
+
+
 def tokens(served: sglang.Engine) -> list[list[int]]:
-    return [answer["output_ids"] for answer in served.generate(PROMPTS, GREEDY)]
+    return [answer["output_ids"] for answer in asked(served)]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +75,7 @@ def fresh(folders: tuple[str, str]) -> Callable[[str], list[tuple[list[list[int]
     found: dict[str, list[tuple[list[list[int]], list[int]]]] = {}
 
     def of(configuration: str) -> list[tuple[list[list[int]], list[int]]]:
-        form = {name: flag for name, flag in CONFIGURATIONS[configuration].items() if name == "quantization"}
+        form = {name: flag for name, flag in CONFIGURATIONS[configuration].items() if name in OF_TOKENS}
         if (key := str(form)) not in found:
             found[key] = []
             for folder in folders:
@@ -160,8 +168,8 @@ class Sequence:
         calls: dict[str, Callable[[], Any]] = {
             "sleep": lambda: self.served.sleep(level, mode),
             "update": lambda: self.served.update_weights_from_disk(self.folders[new]),
-            "ask": lambda: self.served.generate(PROMPTS, GREEDY),
-            "ask too": lambda: self.served.generate(PROMPTS, GREEDY),
+            "ask": lambda: asked(self.served),
+            "ask too": lambda: asked(self.served),
         }
         chosen = self.random.sample(sorted(calls), 3)
         futures = {name: self._threads.submit(calls[name]) for name in chosen}

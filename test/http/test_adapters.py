@@ -20,6 +20,7 @@ import torch
 from live_server import LiveServer, live_server
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.utils import MultiprocessingSerializer
 
 PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?\nAnswer:"
 
@@ -240,6 +241,18 @@ def test_an_adapter_is_sent(http: httpx.Client, folders: dict[str, Path]) -> Non
     assert http.post("/unload_lora_adapter", json={"lora_name": "s"}).status_code == 200
     assert not kept.exists()
     assert generate(http, lora_path="a") == wanted
+
+
+def test_an_adapter_of_a_trainer_on_this_machine(http: httpx.Client, folders: dict[str, Path]) -> None:
+    """verl sends a handle of tensors for each rank."""
+    tensors = safetensors.torch.load_file(folders["a"] / "adapter_model.safetensors")
+    handles = [MultiprocessingSerializer.serialize(tensors, output_str=True) for _ in range(2)]
+    body = sent(folders["a"], "verl") | {"serialized_named_tensors": handles}
+    assert http.post("/load_lora_adapter_from_tensors", json=body).status_code == 200
+    assert generate(http, lora_path="verl") == generate(http, lora_path="a")
+    again = http.post("/load_lora_adapter_from_tensors", json=body | {"lora_name": "verl 2"})
+    assert again.status_code == 400 and "was sent before" in again.text
+    assert http.post("/unload_lora_adapter", json={"lora_name": "verl"}).status_code == 200
 
 
 def test_what_is_refused_when_sent(http: httpx.Client, folders: dict[str, Path]) -> None:

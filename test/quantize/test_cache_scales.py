@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from quantize.test_calibrate import save_tokenizer, write_prompts
 from safetensors.torch import load_file, save_file
 from srt.models.harness import TinyRunner, plan_for, random_tokens, save_tiny
 
+from sglang.quantize import cache_scales, samples
 from sglang.quantize.__main__ import main
+from sglang.srt.errors import UserError
 from sglang.srt.plan.cache_scales import read_cache_scales
 
 SMALL = 2.0**-14
@@ -106,3 +109,33 @@ def test_latents_have_one_scale(tmp_path: Path) -> None:
 def test_options_that_do_not_fit(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "x", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("prompts", "no/such/file"),
+        ("class", "writes no scales into a checkpoint that a class of transformers computes"),
+        ("layers", "no layer of Some takes scales"),
+        ("device", "cannot: too small"),
+    ],
+)
+def test_what_is_refused_before_a_weight_is_quantized(
+    change: str, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def plan(args: Any) -> Any:
+        if change == "device":
+            raise UserError("too small")
+        return SimpleNamespace(description=SimpleNamespace(transformers_class="X", title="Some"))
+
+    if change != "prompts":
+        monkeypatch.setattr(samples, "create_plan", plan)
+        monkeypatch.setattr(cache_scales, "scaled_layers", lambda description: {0} if change == "class" else set())
+    prompts = write_prompts(tmp_path / "prompts.txt", [random_tokens(30, 1)])
+    out = tmp_path / "out"
+    flags = ["--scheme", "fp8_block", "--output", str(out), "--kv-cache-scales", str(tmp_path / "x.json")]
+    calibrate = "no/such/file" if change == "prompts" else prompts
+    assert main(["--model", str(model), *flags, "--calibrate", calibrate, "--calibration-device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()

@@ -119,6 +119,8 @@ def _run(args: argparse.Namespace) -> int:
         _cache_scales(args)
         return 0
     form = _format(args)
+    if args.kv_cache_scales is not None:
+        _check_caches(args)
     if args.rounding in SCALED:
         _check_awq(args.model_path)
     calibration = _CalibrationOnce(args)
@@ -158,6 +160,13 @@ def _check_cache_options(args: argparse.Namespace) -> None:
         raise UserError("--scheme and --output go together; --kv-cache-scales alone needs neither")
     if args.calibration_tokens < 1:
         raise UserError(f"--calibration-tokens must be positive; got {args.calibration_tokens}")
+
+
+def _check_caches(args: argparse.Namespace) -> None:
+    """Raises UserError for what the scales of the cache would be refused for, before any weight is read."""
+    from sglang.quantize.cache_scales import check_caches
+
+    check_caches(args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device, True)
 
 
 def _cache_scales(args: argparse.Namespace) -> dict[str, torch.Tensor]:

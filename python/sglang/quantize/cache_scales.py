@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sglang.quantize.samples import Samples, checked_plan, values_of
+from sglang.quantize.samples import Samples, checked_plan, prepared, values_of
 from sglang.srt.blocks.gqa.reference import QK_NORM_ROPE_STORE
 from sglang.srt.blocks.mla.reference import LATENT_NORM_ROPE_STORE
 from sglang.srt.configs.model_config import ModelConfig
@@ -35,6 +35,11 @@ ROOM = 2.0
 """How many times the largest measured magnitude a scale covers at least, for other prompts; larger ones saturate."""
 FORMS = ("1", "layer", "head")
 """Scales whose errors are compared: 1, one for a layer, one for each head."""
+PROBLEM = "--kv-cache-scales runs the model on one GPU, or in main memory with --calibration-device cpu, and cannot"
+NO_NAMES = (
+    "--kv-cache-scales writes no scales into a checkpoint that a class of transformers computes; without --scheme it"
+    " writes the file, for --quantization-param-path"
+)
 T = TypeVar("T")
 
 
@@ -170,10 +175,7 @@ class CacheCalibration:
         """Returns the scales as tensors of a checkpoint, [] or by head [H, 1, 1]. Raises UserError for a model whose
         modules have no such names."""
         if not self.modules:
-            raise UserError(
-                "--kv-cache-scales writes no scales into a checkpoint that a class of transformers computes; without"
-                " --scheme it writes the file, for --quantization-param-path"
-            )
+            raise UserError(NO_NAMES)
         tensors = {}
         for n, parts in self._each():
             for name, part in parts.items():
@@ -199,23 +201,36 @@ class CacheCalibration:
         yield from self.layers.items()
 
 
+def check_caches(model_path: str, prompts: str, max_tokens: int, device: str, into_checkpoint: bool) -> None:
+    """Raises the UserErrors of `calibrate_caches`, and of the tensors of a checkpoint, that follow from the headers of
+    the weights and the prompts: quantizing may take hours before the caches are measured."""
+    args, model, _ = prepared(model_path, prompts, max_tokens, device)
+    plan = _plan(args, model)
+    if into_checkpoint and plan.description.transformers_class is not None:
+        raise UserError(NO_NAMES)
+
+
+def _plan(args: ServerArgs, model: ModelConfig) -> Plan:
+    """Returns a plan with caches of the model's dtype. Raises UserError, also if no layer takes scales."""
+    plan = checked_plan(replace(args, kv_cache_dtype=model.dtype), PROBLEM)
+    if not scaled_layers(plan.description):
+        raise UserError(f"no layer of {plan.description.title} takes scales of the KV cache")
+    return plan
+
+
 def calibrate_caches(model_path: str, prompts: str, max_tokens: int, device: str = "auto") -> CacheCalibration:
     """Computes the first `max_tokens` tokens of the file `prompts` twice with the model on `device` (auto, cuda or
     cpu), over a cache of the model's dtype. Raises UserError if the file has no prompts or an unreadable one, if the
     model cannot be run, or if none of its layers takes scales."""
     recorder = CacheRecorder()
-    problem = "--kv-cache-scales runs the model on one GPU, or in main memory with --calibration-device cpu, and cannot"
 
     def plan_of(args: ServerArgs, model: ModelConfig) -> RecordingCaches:
-        plan = checked_plan(replace(args, kv_cache_dtype=model.dtype), problem)
+        plan = _plan(args, model)
         return RecordingCaches(**values_of(plan), recorder=recorder)
 
     samples = Samples.load(model_path, prompts, max_tokens, device, plan_of)
     runner = samples.runner
-    description = runner.plan.description
-    layers = scaled_layers(description)
-    if not layers:
-        raise UserError(f"no layer of {description.title} takes scales of the KV cache")
+    layers = scaled_layers(runner.plan.description)
     recorder.clear()  # drops the values of the warm-up
     samples.compute()
     measured = recorder.by_layer(runner.model.caches, layers)

@@ -36,19 +36,7 @@ class Samples:
         """Loads the model with the plan that `plan_of` makes for the first `max_tokens` tokens of the file `prompts`,
         on `device` (auto, cuda or cpu). Raises UserError if the file has no prompts or an unreadable one, or the model
         cannot be run."""
-        args = ServerArgs(model_path=model_path, device=device, random_seed=0, disable_cuda_graph=True)
-        model = ModelConfig.from_server_args(args)
-        longest = model.context_len - 1
-        token_ids = read_prompts(prompts, args, model.architecture, max_tokens, longest)
-        batches = [token_ids[i : i + BATCH_PROMPTS] for i in range(0, len(token_ids), BATCH_PROMPTS)]
-        args = replace(
-            args,
-            context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
-            chunked_prefill_size=STEP_TOKENS,
-            max_running_requests=BATCH_PROMPTS,
-            # One more for the next token; twice, because windows get a part of the cache only.
-            max_total_tokens=2 * max(sum(len(ids) + 1 for ids in batch) for batch in batches),
-        )
+        args, model, batches = prepared(model_path, prompts, max_tokens, device)
         return cls(ModelRunner(plan_of(args, model)), batches)
 
     @property
@@ -66,6 +54,27 @@ class Samples:
             requests = DirectBatch(self.runner, kv, batch, 1)
             requests.prefill(STEP_TOKENS)
             requests.close()
+
+
+def prepared(
+    model_path: str, prompts: str, max_tokens: int, device: str
+) -> tuple[ServerArgs, ModelConfig, list[list[list[int]]]]:
+    """Returns the arguments of a runner for the first `max_tokens` tokens of the file `prompts`, its model, and their
+    ids in batches. Reads no weights. Raises UserError for a wrong file or model."""
+    args = ServerArgs(model_path=model_path, device=device, random_seed=0, disable_cuda_graph=True)
+    model = ModelConfig.from_server_args(args)
+    longest = model.context_len - 1
+    token_ids = read_prompts(prompts, args, model.architecture, max_tokens, longest)
+    batches = [token_ids[i : i + BATCH_PROMPTS] for i in range(0, len(token_ids), BATCH_PROMPTS)]
+    args = replace(
+        args,
+        context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
+        chunked_prefill_size=STEP_TOKENS,
+        max_running_requests=BATCH_PROMPTS,
+        # One more for the next token; twice, because windows get a part of the cache only.
+        max_total_tokens=2 * max(sum(len(ids) + 1 for ids in batch) for batch in batches),
+    )
+    return args, model, batches
 
 
 def checked_plan(args: ServerArgs, problem: str) -> Plan:

@@ -37,8 +37,17 @@ _LOGIN = re.compile(r"//[^/\s]*@")
 """User and password in a URL."""
 
 
+class _OrFlags(type):
+    """Creates arguments also from flags of SGLang that are no fields here, as trainers do: then all are checked."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        if values.keys() <= cls.__dict__["__dataclass_fields__"].keys():
+            return super().__call__(*args, **values)
+        return cls.from_kwargs(**values)  # type: ignore[attr-defined]
+
+
 @dataclass(kw_only=True)
-class ServerArgs(LoggingArgs, SleepArgs, AdapterArgs, KernelArgs, ServingArgs, ModelArgs):
+class ServerArgs(LoggingArgs, SleepArgs, AdapterArgs, KernelArgs, ServingArgs, ModelArgs, metaclass=_OrFlags):
     """The server's options. Made by `from_cli` or `from_kwargs`, which check every value; call `check()` after changing
     one."""
 

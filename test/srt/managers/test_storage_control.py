@@ -9,6 +9,7 @@ import pytest
 
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.mem_cache.host_tier import HostTier
+from sglang.srt.plan.host_cache import GIB
 
 
 class NoCaches:
@@ -35,3 +36,28 @@ def test_the_write_policy_returns(undo: bool, monkeypatch: pytest.MonkeyPatch) -
     assert storage_control.detach(scheduler, undo) == ""
     assert tier.write_policy == ("write_through_selective" if undo else "write_back")
     assert (tier.device.tree.before_eviction is None) == undo
+
+
+@pytest.mark.parametrize("free_gib", [8, 7])
+def test_the_memory_of_mooncake(
+    free_gib: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan knew nothing of the store, so what it takes is compared with what is free, before any rank takes it."""
+    opened: list[Any] = []
+    scheduler: Any = SimpleNamespace(
+        host_tiers=[SimpleNamespace(storage=None)], sync=lambda: None, reqs={}, attach_storage=lambda *_: None,
+        args=SimpleNamespace(hicache_storage_prefetch_policy="timeout"),
+        runner=SimpleNamespace(plan=SimpleNamespace(host_cache=SimpleNamespace(processes=1, sharers=2))),
+    )  # fmt: skip
+    monkeypatch.setattr(storage_control, "open_store", lambda *args: opened.append(args) or SimpleNamespace())
+    monkeypatch.setattr(storage_control, "free_main_memory", lambda: free_gib * GIB)
+    sizes = f'"global_segment_size": {3 * GIB}, "local_buffer_size": {GIB}'
+    extra = f'{{"master_server_address": "h:1", {sizes}}}'
+    wanted = {"backend": "mooncake", "extra": extra, "prefetch_policy": None, "write_policy": None}
+    caplog.set_level("INFO")
+    said = storage_control.attach(scheduler, wanted)
+    if free_gib == 8:
+        assert said == "" and len(opened) == 1
+        assert "it takes 4.00 GiB of main memory in each of 2 ranks" in caplog.text
+    else:
+        assert "smaller global_segment_size" in said and not opened

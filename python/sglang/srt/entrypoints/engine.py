@@ -13,7 +13,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from sglang.srt.entrypoints.engine_weights import EngineWeights
 from sglang.srt.environ import adopt_environment
@@ -33,9 +33,18 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.entrypoints.http_state import ServerState
+    from sglang.srt.entrypoints.trainer_server import LaunchedManager
 
 T = TypeVar("T")
 Result = dict[str, Any]
+
+
+def _part_of_the_engine(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuses to be called: the engine starts its processes itself. Trainers hand these names on to it."""
+    raise NotImplementedError("the engine starts its processes itself; call Engine._launch_subprocesses")
+
+
+init_tokenizer_manager = run_scheduler_process = run_detokenizer_process = _part_of_the_engine
 
 
 class Engine(EngineWeights):
@@ -76,6 +85,19 @@ class Engine(EngineWeights):
         except BaseException:
             self.shutdown()
             raise
+
+    @staticmethod
+    def _launch_subprocesses(
+        server_args: ServerArgs, port_args: Any = None, **functions: Any
+    ) -> tuple[LaunchedManager, None, dict[str, Any]]:
+        """Starts an engine whose HTTP server a trainer runs in its own event loop (`trainer_server`), and returns its
+        manager when it is ready; the other values have no content. functions: names of this module, or None."""
+        from sglang.srt.entrypoints.trainer_server import launch
+
+        others = [name for name, given in functions.items() if given not in (None, _part_of_the_engine)]
+        if port_args is not None or others:
+            raise UserError(f"{(*others, 'port_args')[0]}: processes and ports are the engine's own; leave it out.")
+        return launch(server_args), None, {}
 
     def generate(
         self,

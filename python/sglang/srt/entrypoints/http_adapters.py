@@ -15,6 +15,8 @@ from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_respo
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.managers.front.adapters import ServedAdapters
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.sent_weights import problem_of_sender
+from sglang.srt.utils.sent_tensors import sent_file
 
 _HEADER_SIZE = 8
 """Bytes of a safetensors file before its header, a JSON object."""
@@ -41,7 +43,7 @@ class SentAdapterBody(Body, kw_only=True):
     config_dict: dict[str, Any]
     """The object of adapter_config.json."""
     serialized_named_tensors: list[str]
-    """The bytes of adapter_model.safetensors in base64: once, or the same for each rank."""
+    """In base64 the bytes of adapter_model.safetensors, or a handle of sent tensors; once, or for each rank."""
     pinned: bool | None = False
     """It keeps its place on the GPU."""
     added_tokens_config: dict[str, Any] | None = None
@@ -93,12 +95,10 @@ def _sent_weights(body: SentAdapterBody) -> bytes:
     for field, reason in _REFUSED_FIELDS.items():
         if getattr(body, field):
             raise bad_request(f"{field} is not supported: {reason}", param=field)
-    if len(set(body.serialized_named_tensors)) != 1:
+    contents = {_sent_content(each) for each in dict.fromkeys(body.serialized_named_tensors)}
+    if len(contents) != 1:
         raise bad_request("serialized_named_tensors needs one file, or the same for each rank: ranks take their shares")
-    try:
-        weights = base64.b64decode(body.serialized_named_tensors[0], validate=True)
-    except ValueError:
-        raise bad_request("serialized_named_tensors is no base64", param="serialized_named_tensors") from None
+    weights = contents.pop()
     if weights[_HEADER_SIZE : _HEADER_SIZE + 1] != b"{":
         raise bad_request(
             "serialized_named_tensors must hold the bytes of a safetensors file (safetensors.torch.save) in base64;"
@@ -106,6 +106,25 @@ def _sent_weights(body: SentAdapterBody) -> bytes:
             param="serialized_named_tensors",
         )
     return weights
+
+
+def _sent_content(serialized: str) -> bytes:
+    """Returns the bytes of an entry: its own, or those of the file that its handle names, which is removed. Raises
+    ApiError 400."""
+    try:
+        content = base64.b64decode(serialized, validate=True)
+    except ValueError:
+        raise bad_request("serialized_named_tensors is no base64", param="serialized_named_tensors") from None
+    try:
+        path = sent_file(content)
+    except ValueError as error:
+        raise bad_request(f"serialized_named_tensors holds a handle, but {error}") from None
+    if path is None:
+        return content
+    try:
+        return path.read_bytes()
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _result(adapters: ServedAdapters, error: str = "", status: int = 200) -> Response:
@@ -127,10 +146,11 @@ async def load_lora_adapter(request: Request) -> Response:
 
 @router.post("/load_lora_adapter_from_tensors", openapi_extra=body_schema(SentAdapterBody))
 async def load_lora_adapter_from_tensors(request: Request) -> Response:
-    """Loads an adapter that the body holds."""
+    """Loads an adapter that the body holds, or of which it has a handle: that needs no key."""
     adapters = _adapters(request)
-    _allowed_directory(request)
     body = await read_body(request, SentAdapterBody)
+    if problem_of_sender(body.serialized_named_tensors, "contents"):
+        _allowed_directory(request)
     weights = await asyncio.to_thread(_sent_weights, body)
     try:
         await adapters.load_sent(body.lora_name, body.config_dict, weights, bool(body.pinned))

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import uvicorn
@@ -62,6 +63,19 @@ cycles; with Python's default of 700 the server would scan every stream many tim
 FEW_OPEN_FILES = 1024
 MAX_OPEN_FILES = 1 << 16
 """Limit of open files, mostly connections. The usual limit of 1,024 is soft, and a few clients reach it."""
+
+
+_OF_TRAINERS = {
+    "Engine": "engine",
+    **dict.fromkeys(("app", "set_global_state", "_GlobalState"), "trainer_server"),
+}
+"""Names that trainers import from here, and their modules, which are loaded when somebody asks for them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TRAINERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__package__}.{_OF_TRAINERS[name]}"), name)
 
 
 def launch_server(args: ServerArgs) -> None:

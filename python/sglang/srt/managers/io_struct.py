@@ -6,7 +6,12 @@ Clients read these objects and send their fields over HTTP.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+
+
+class GenerateReqInput(SimpleNamespace):
+    """A call of `/generate`, by the names of its body's fields."""
 
 
 @dataclass

@@ -196,7 +196,7 @@ def plan_host_cache(
             return None, []
         return None, ["--enable-hierarchical-cache has no effect: no memory is left for copies of states"]
     notes = []
-    host_available = _left_by_the_store(args, host_available, processes * sharers)
+    host_available = left_by_the_store(_storage(args), host_available, processes * sharers)
     if arch.device == "cpu":
         notes.append("--enable-hierarchical-cache: the cache of a CPU is in main memory already; copies only cost time")
     once = replace(_scaled(args, groups, device, 1.0, processes), **_rates(args, arch, weights, experts_rate))
@@ -219,10 +219,9 @@ def plan_host_cache(
     return replace(plan, ranks_share=ranks_share, sharers=sharers), notes
 
 
-def _left_by_the_store(args: ServerArgs, available: int | None, ranks: int) -> int | None:
-    """Returns what is free beside the memory that the store's library takes in each rank. Raises UserError if that is
-    more than there is."""
-    storage = _storage(args)
+def left_by_the_store(storage: StorageConfig | None, available: int | None, ranks: int) -> int | None:
+    """Returns what is free beside the memory that the store's library takes in each of the machine's ranks. Raises
+    UserError if that is more than there is."""
     if available is None or storage is None or not storage.rank_bytes:
         return available
     taken = storage.rank_bytes * ranks

@@ -9,7 +9,7 @@ _OF_TRAINERS = {
     "MultiprocessingSerializer": "sent_tensors",
     **dict.fromkeys(
         ("assert_pkg_version", "is_cuda", "kill_process_tree", "set_prometheus_multiproc_dir", "set_ulimit"),
-        "trainer_names",
+        "common",
     ),
 }
 

@@ -84,6 +84,7 @@ class ServerStatus(enum.Enum):
 
     STARTING = "starting"
     UP = "up"
+    Up = "up"  # noqa: PIE796  (its name in SGLang)
     UNHEALTHY = "unhealthy"
     SHUTTING_DOWN = "shutting down"
 

@@ -9,10 +9,12 @@ from typing import Any
 from sglang.srt.configs.storage_backend import StorageConfig, read_storage_config
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import free_main_memory
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import open_store
 from sglang.srt.mem_cache.storage.engine import StorageEngine
+from sglang.srt.plan.host_cache import GIB, left_by_the_store
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,19 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
     tiers = scheduler.host_tiers
     if tiers[0].storage is not None:
         return "A store is attached: detach it first."
-    engine: StorageEngine | None = None
     config: StorageConfig | None = None
     try:
         policy = args["prefetch_policy"] or scheduler.args.hicache_storage_prefetch_policy
         config = read_storage_config(args["backend"], policy, args["extra"])
         assert config is not None
+        taken = _memory_of(scheduler, config)
+    except UserError as error:
+        problem = str(error)
+    if not parallel_state.all_reduce_min([int(not problem)])[0]:  # before any rank takes the memory
+        return problem or "Another rank cannot have the store; its log says why."
+    assert config is not None
+    engine: StorageEngine | None = None
+    try:
         engine = open_store(scheduler.args, scheduler.runner, parallel_state.rank(), config)
     except UserError as error:
         problem = str(error)
@@ -57,13 +66,25 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
         if engine is not None:
             engine.close()
         return problem or "Another rank cannot open the store; its log says why."
-    assert engine is not None and config is not None
+    assert engine is not None
     scheduler.attach_storage(config, engine)
     if args["write_policy"] is not None:
         for tier in tiers:
             tier.use_policy(args["write_policy"])
-    logger.info("Cached prefixes are kept by the backend %s from now on", config.backend)
+    logger.info("Cached prefixes are kept by the backend %s from now on%s", config.backend, taken)
     return ""
+
+
+def _memory_of(scheduler: Scheduler | AttentionGroups, config: StorageConfig) -> str:
+    """Says what main memory the store's library takes, which the plan could not count. Raises UserError if that is more
+    than is free."""
+    if not config.rank_bytes:
+        return ""
+    cache = scheduler.runner.plan.host_cache
+    assert cache is not None, "without a tier nothing is attached"
+    ranks = cache.processes * cache.sharers
+    left_by_the_store(config, free_main_memory(), ranks)
+    return f"; it takes {config.rank_bytes / GIB:.2f} GiB of main memory in each of {ranks} ranks"
 
 
 def detach(scheduler: Scheduler | AttentionGroups, undo: bool = False) -> str:

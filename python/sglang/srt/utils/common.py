@@ -1,4 +1,4 @@
-"""Small helpers that trainers import from `sglang.srt.utils`."""
+"""Small helpers that trainers import, by the module's name in SGLang."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import resource
 from contextlib import suppress
+from typing import Any
 
 OPEN_FILES = 65535
 
@@ -45,6 +46,10 @@ def assert_pkg_version(pkg: str, min_version: str, message: str) -> None:
 
 def set_prometheus_multiproc_dir() -> None:
     """Does nothing: metrics of this server come from one process."""
+
+
+def add_prometheus_middleware(app: Any) -> None:
+    """Does nothing: the server has its route of metrics by itself."""
 
 
 def is_cuda() -> bool:
