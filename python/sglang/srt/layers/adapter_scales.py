@@ -45,6 +45,13 @@ class BaseProduct:
     cols: int
     group: Group | None
 
+    def longest_row(self, height: int, dtype: torch.dtype) -> float:
+        """Returns how long rows may be: an input whose numbers are about 1, as behind a norm, gives numbers that the
+        type can hold, and the next norm a finite sum of their squares."""
+        cols = self.cols * (1 if self.group is None else self.group.size)
+        most = min(torch.finfo(dtype).max, (torch.finfo(torch.float32).max / height) ** 0.5)
+        return float(most / cols**0.5)
+
     def bias(self, like: torch.Tensor) -> torch.Tensor:
         """Returns what the product adds [N] fp32. like: [..., K], an input."""
         return self.product(like.new_zeros((1, like.shape[-1])))[0].float()

@@ -61,9 +61,6 @@ class Place:
 
 _END = re.compile(rf"(?:(?:model|language_model)\.)*(?P<name>{'|'.join((*EMBEDDINGS, *HEADS))})")
 """The embedding or the output head in an adapter, whatever the model's checkpoints call it."""
-ASIDE = 17
-"""Tokens from which A x has a stream of its own. Kernels of smaller products begin while the launch ahead of them
-ends, which a second stream would prevent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,43 +118,28 @@ class AdapterLinear:
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
     def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In the CUDA
-        graph of a large step A x is computed beside the product."""
-        layers, kernels, tokens = self.layers, self.layers.kernels, self.layers.tokens
+        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added."""
+        tokens = self.layers.tokens
         if tokens is None:
             return product()
         assert len(tokens.slots) == len(x), f"{len(x)} rows of a step of {len(tokens.slots)} tokens"
-        if layers.stream is None or len(x) < ASIDE or not torch.cuda.is_current_stream_capturing():
-            low, out = kernels.shrink(x, tokens.ordered, self.weights), product()
-        else:
-            main = torch.cuda.current_stream()
-            layers.stream.wait_stream(main)
-            with torch.cuda.stream(layers.stream):
-                low = kernels.shrink(x, tokens.ordered, self.weights, aside=True)
-            out = product()
-            main.wait_stream(layers.stream)
-        self._scale(out, tokens)
-        kernels.expand(low, out, tokens.ordered, self.weights)
+        out = product()
+        self.add(x, out, tokens)
         return out
 
-    def _scale(self, out: torch.Tensor, tokens: StepTokens) -> None:
-        """Scales a layer's own output, if adapters may do that."""
+    def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
+        """Adds B A x of the adapters of some of a step's tokens to out [R, N], which the layer has computed of x [R, K],
+        and which is scaled before if adapters may do that."""
         scales = self.layers.scales.get(self.number)
         if scales is not None:
             scale_rows(out, tokens.slots, scales)
-
-    def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
-        """Adds B A x of the adapters of some of a step's tokens to out [R, N], x [R, K]."""
-        kernels = self.layers.kernels
-        self._scale(out, tokens)
-        kernels.expand(kernels.shrink(x, tokens.ordered, self.weights), out, tokens.ordered, self.weights)
+        self.layers.kernels.add(x, out, tokens.ordered, self.weights)
 
     def look_up(self, ids: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Adds B times column ids - `first` of A of each token's adapter to out [T, N], where A has it; ids [T]."""
-        kernels, tokens = self.layers.kernels, self.layers.tokens
+        tokens = self.layers.tokens
         if tokens is not None:
-            low = kernels.look_up(ids, first, tokens.ordered, self.weights)
-            kernels.expand(low, out, tokens.ordered, self.weights)
+            self.layers.kernels.look_up(ids, first, out, tokens.ordered, self.weights)
 
     def empty(self, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zeros in main memory in the form of a slot's A and B."""
@@ -171,7 +153,6 @@ class AdapterLayers(AdapterMemory):
         assert plan.adapters is not None
         super().__init__(plan.adapters, device, dtype, most_products(plan.weights))
         self.kernels = plan.entry(ADD_ADAPTERS)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.names = names = plan.description.names.with_text_names()
         others = [i for i, layer in enumerate(plan.description.layers) if layer.on_other_stage]
         self.on_other_stages = tuple(
@@ -310,18 +291,36 @@ class AdapterLayers(AdapterMemory):
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
-    def scale(self, adapter: HostAdapter) -> None:
-        """Computes the factors of an adapter's rows from their lengths, and multiplies B by them. To be called between
-        steps, on all ranks."""
+    def scale(self, adapter: HostAdapter) -> str:
+        """Computes the factors of an adapter's rows from their lengths, and multiplies B by them. Returns why it cannot
+        be served; "": it can. To be called between steps, on all ranks."""
+        problem = ""
         for number, lengths in adapter.lengths.items():
             base, weights = self.scaled[number], self.linears[number]
             a, b = (side.to(self.device) for side in adapter.matrices[number])
             is_scaled = lengths.isfinite()
             now = base.lengths(a, b, weights.parts).cpu()
             factors = torch.where(is_scaled & (now > 0), lengths / now, 1.0)
-            adapter.matrices[number][1].copy_((b.float() * factors[:, None].to(self.device)).to(b.dtype))
+            scaled_b = (b.float() * factors[:, None].to(self.device)).to(b.dtype)
+            adapter.matrices[number][1].copy_(scaled_b)
             adapter.scales[number] = torch.stack((factors, (1.0 - factors) * base.bias(a).cpu()))
+            longest = base.longest_row(len(b), self.dtype)
+            fits = now.isfinite() & adapter.scales[number].isfinite().all(0) & scaled_b.isfinite().all(1).cpu()
+            wrong = torch.nonzero(is_scaled & ~(fits & (lengths.abs() <= longest))).flatten().tolist()
+            if wrong and not problem:
+                problem = (
+                    f"use_dora: row {wrong[0]} of {self._modules_of(number)} gets the length {lengths[wrong[0]]:.4g},"
+                    f" and has {now[wrong[0]]:.4g} with B A; above {longest:.4g}, or by a factor that {self.dtype}"
+                    " cannot hold, answers are no numbers"
+                )
         adapter.lengths.clear()
+        return problem
+
+    def _modules_of(self, number: int) -> str:
+        """Returns the names of the modules of a linear layer."""
+        return ", ".join(
+            module for module, places in self.places.items() if any(each.linear.number == number for each in places)
+        )
 
     def _names_of(self, module: str) -> tuple[str, ...]:
         """Returns the names that a module of an adapter may have in the checkpoint."""

@@ -137,10 +137,12 @@ class AdapterTable:
             loaded = Loaded(reading.adapter)
         if pinned and not loaded.pinned and self._num_pinned() + 1 >= self._num_slots:
             return f"--max-loras-per-batch {self._num_slots} leaves no slot for others if one more adapter is pinned"
-        if loaded.adapter.lengths:
-            layers = self._runner.adapters
-            assert layers is not None
-            layers.scale(loaded.adapter)
+        layers = self._runner.adapters
+        assert layers is not None
+        if layers.plan.dora:
+            problem = layers.scale(loaded.adapter)
+            if not parallel_state.all_reduce_min([int(not problem)])[0]:
+                return problem or "another rank cannot scale its rows; its log says why"
         loaded.pinned = loaded.pinned or pinned
         self._loaded[adapter_id] = loaded
         return ""
