@@ -17,9 +17,7 @@ DEVICE = interpreter.DEVICE
 RANKS = (17, 0, 1, 48)
 
 
-def weights_of(
-    rows: tuple[int, ...], size: int, room: int, adapter_ranks: tuple[int, ...] = RANKS
-) -> AdapterWeights:
+def weights_of(rows: tuple[int, ...], size: int, room: int, adapter_ranks: tuple[int, ...] = RANKS) -> AdapterWeights:
     """Random A and B, NaN where nothing may be read. rows: of each module; the first one comes back at the end."""
     dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(size)

@@ -20,6 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "scaled": {"names": LINEAR, "rank": 5, "use_dora": True},
     "q and down": {"names": ("q_proj", "down_proj"), "rank": 17, "use_dora": True, "use_rslora": True},
     "plain": {"names": LINEAR, "rank": 8},
+    "embedding": {"names": ("embed_tokens",), "rank": 4, "use_dora": True},
     "head": {"names": ("lm_head",), "rank": 3, "use_dora": True, "strength": 8.0},
 }
 

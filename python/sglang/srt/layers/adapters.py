@@ -19,7 +19,7 @@ from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter, StepTokens
-from sglang.srt.layers.adapter_scales import BaseProduct, Product, scale_rows, unscaled
+from sglang.srt.layers.adapter_scales import Base, BaseProduct, EmbeddingRows, Product, scale_rows, unscaled
 from sglang.srt.layers.expert_adapters import (
     EXPERT_MODULE,
     LAYER_OF,
@@ -93,11 +93,11 @@ class AdapterLinear:
     """A and B of one linear layer, in slots."""
 
     def __init__(
-        self, layers: AdapterLayers, number: int, shards: Sequence[ModuleRows], base: BaseProduct | None = None
+        self, layers: AdapterLayers, number: int, shards: Sequence[ModuleRows], base: Base | None = None
     ) -> None:
-        """base: what computes the layer without adapters; None: it is no product whose rows DoRA may scale."""
+        """base: what computes the layer without adapters; None: DoRA may not scale its rows."""
         plan, device, dtype = layers.plan, layers.device, layers.dtype
-        self.layers, self.number, self.base = layers, number, base
+        self.layers, self.number = layers, number
         names = list(dict.fromkeys(shard.part for shard in shards))
         heights = [shard.rows.padded_count for shard in shards]
         numbers = [names.index(shard.part) for shard in shards]
@@ -128,18 +128,22 @@ class AdapterLinear:
         return out
 
     def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
-        """Adds B A x of the adapters of some of a step's tokens to out [R, N], which the layer has computed of x [R, K],
-        and which is scaled before if adapters may do that."""
-        scales = self.layers.scales.get(self.number)
-        if scales is not None:
-            scale_rows(out, tokens.slots, scales)
+        """Adds B A x of the adapters of some of a step's tokens to out [R, N], what the layer has computed of x [R, K].
+        That is scaled before, if adapters may do so."""
+        self._scale(out, tokens)
         self.layers.kernels.add(x, out, tokens.ordered, self.weights)
 
     def look_up(self, ids: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Adds B times column ids - `first` of A of each token's adapter to out [T, N], where A has it; ids [T]."""
         tokens = self.layers.tokens
         if tokens is not None:
+            self._scale(out, tokens)
             self.layers.kernels.look_up(ids, first, out, tokens.ordered, self.weights)
+
+    def _scale(self, out: torch.Tensor, tokens: StepTokens) -> None:
+        scales = self.layers.scales.get(self.number)
+        if scales is not None:
+            scale_rows(out, tokens.slots, scales)
 
     def empty(self, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zeros in main memory in the form of a slot's A and B."""
@@ -170,8 +174,8 @@ class AdapterLayers(AdapterMemory):
         """Modules of shared experts that are held among the routed ones."""
         self.places: dict[str, list[Place]] = {}
         """Where the rows of each module lie, by its name in the checkpoint."""
-        self.scaled: dict[int, BaseProduct] = {}
-        """The products whose rows DoRA may scale, by the layer's number."""
+        self.scaled: dict[int, Base] = {}
+        """The layers whose rows DoRA may scale, by the layer's number."""
         self.latents: dict[str, LatentAdapters] = {}
         """Those of `kv_b_proj` of latent attention, by its name in the checkpoint."""
 
@@ -197,11 +201,13 @@ class AdapterLayers(AdapterMemory):
             return None
         return self._linear(shards, BaseProduct(product, shards[0].cols.count, group))
 
-    def embedding(self, module: str, vocabulary: ShardRange, hidden_size: int) -> AdapterLinear | None:
-        """Returns memory for the adapters of the embedding, of which this rank has these rows; None: it has none."""
+    def embedding(self, module: str, vocabulary: ShardRange, rows: torch.Tensor, group: Group) -> AdapterLinear | None:
+        """Returns memory for the adapters of the embedding, of which this rank has these tokens' rows; None: it has
+        none. group: the ranks that have those of others."""
         if not self.plan.serves_embedding or module in self.ends_on_other_stages:
             return None
-        return self._linear([ModuleRows(module, "", whole(hidden_size), vocabulary)])
+        shard = ModuleRows(module, "", whole(rows.shape[1]), vocabulary)
+        return self._linear([shard], EmbeddingRows(rows, group))
 
     def head(self, module: str, vocabulary: ShardRange, hidden_size: int, product: Product) -> AdapterLinear | None:
         """Returns memory for the adapters of the output head, of which this rank has these rows; None: it has none.
@@ -211,10 +217,10 @@ class AdapterLayers(AdapterMemory):
         shard = ModuleRows(module, "", vocabulary, whole(hidden_size))
         return self._linear([shard], BaseProduct(product, hidden_size, None))
 
-    def _linear(self, shards: Sequence[ModuleRows], base: BaseProduct | None = None) -> AdapterLinear:
+    def _linear(self, shards: Sequence[ModuleRows], base: Base) -> AdapterLinear:
         linear = AdapterLinear(self, len(self.linears), shards, base)
         self.linears.append(linear.weights)
-        if base is not None and self.plan.dora:
+        if self.plan.dora:
             self.scaled[linear.number] = base
         for place in linear.places:
             self.places.setdefault(place.shard.module, []).append(place)

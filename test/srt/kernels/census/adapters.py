@@ -26,7 +26,7 @@ def launch_adapters() -> None:
     """For every room of a rank, steps of one token, of few and of many, one module and several, and layers of a few
     rows."""
     for room, tokens, (rows, size) in itertools.product(
-        (16, 32, 64, 128), (1, 100, 2000), ((6144, 4096), (24, 4096), (4096, 12288))
+        (16, 32, 64, 128), (1, 200, 2000), ((6144, 4096), (24, 4096), (4096, 12288))
     ):
         parts = 3 if rows == 6144 else 1
         weights = AdapterWeights(
@@ -46,7 +46,7 @@ def launch_adapters() -> None:
 
 def launch_adapters_of_ends() -> None:
     """Those of the embedding, and of the output head, whose logits are in 32 bits; a small one takes one launch."""
-    for room, tokens in itertools.product((16, 64, 128), (1, 100, 2000)):
+    for room, tokens in itertools.product((16, 64, 128), (1, 200, 2000)):
         for rows, size, end in ((4096, 151936, "embedding"), (151936, 4096, "head"), (2048, 2048, "head")):
             weights = AdapterWeights(
                 empty(SLOTS, 1, room, size),

@@ -37,6 +37,8 @@ BLOCK_K = 128
 MOST_SPANS = 16
 TILE, WIDE = 128, 256
 """Columns of the output that a row of `tiles`, and of `wide`, stands for; all of one part."""
+FEW_TILES = 4096
+"""Tiles of all tokens up to which a program has half a tile."""
 ONE_LAUNCH_TOKENS = 16
 MOST_OF_PROGRAM, MOST_READ = 448 << 10, 16 << 20
 """Most bytes of A and x that a program, and all of them, may read where one launch does both: each reads all of its
@@ -371,8 +373,8 @@ def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: Adapt
     assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
     rank = weights.a.shape[2]
     many = ordered.rows > 16
-    block_n = 64 if many or len(out) <= 64 else TILE
     tiles = weights.tiles.table
+    block_n = 64 if many or len(out) * len(tiles) <= FEW_TILES else TILE
     expand_kernel[(len(ordered.table), len(tiles) * (TILE // block_n))](
         low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, out, len(out), out.shape[1], rank,
         low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
