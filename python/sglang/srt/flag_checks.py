@@ -138,6 +138,8 @@ _ONLY_WITH_ADAPTERS = (
     "lora_drain_wait_threshold",
     "lora_strict_loading",
 )
+
+
 def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
     if not args.enable_lora:
         given = [name for name in _ONLY_WITH_ADAPTERS if getattr(args, name)]
