@@ -40,13 +40,13 @@ def launch_adapters() -> None:
             chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
             low = adapters.shrink(empty(tokens, size), chunks, weights)
             adapters.expand(low, empty(tokens, rows), chunks, weights)
-            if tokens == 1 and room <= adapters.SHRINK_R:
+            if tokens == 1 and room <= adapters.EXPAND_R:
                 adapters.add_at_once(empty(tokens, size), empty(tokens, rows), chunks, weights)
 
 
 def launch_adapters_of_ends() -> None:
     """Those of the embedding, and of the output head, whose logits are in 32 bits; a small one takes one launch."""
-    for room, tokens in itertools.product((16, 64, 128), (1, 200, 2000)):
+    for room, tokens in itertools.product((16, 32, 64, 128), (1, 200, 2000)):
         for rows, size, end in ((4096, 151936, "embedding"), (151936, 4096, "head"), (2048, 2048, "head")):
             weights = AdapterWeights(
                 empty(SLOTS, 1, room, size),

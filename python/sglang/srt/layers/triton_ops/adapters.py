@@ -387,7 +387,7 @@ def takes_one_launch(ordered: Chunks, weights: AdapterWeights) -> bool:
     """Returns whether `add_at_once` is faster than `shrink` and `expand`."""
     assert isinstance(weights.tiles, Tiles)
     num_tokens, (rank, size) = len(ordered.order), weights.a.shape[2:]
-    if num_tokens > ONE_LAUNCH_TOKENS or rank > SHRINK_R:
+    if num_tokens > ONE_LAUNCH_TOKENS or rank > EXPAND_R:
         return False
     of_program = (rank + num_tokens) * size * weights.a.element_size()
     programs = len(ordered.table) * len(weights.tiles.wide)
