@@ -56,6 +56,7 @@ ENDS: Mapping[str, Mapping[str, Any]] = {
     "embedding": {"r": 8, "target_modules": ["embed_tokens"]},
     "output head": {"r": 8, "target_modules": ["lm_head"], "use_rslora": True},
     "embedding, output head and attention": {"r": 4, "target_modules": ["embed_tokens", "lm_head", *ATTENTION]},
+    "DoRA of the embedding": {"r": 8, "target_modules": ["embed_tokens"], "use_dora": True},
     "DoRA of the output head": {"r": 8, "target_modules": ["lm_head"], "use_dora": True},
     "embedding, tied": {"r": 8, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
 }

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ from media.pictures import data_url, encoded
 from PIL import Image
 from seen_pictures import PICTURES, RIGHT, body, seeing_server, seen
 from shared_files import arrays_of
+
+from sglang.embedded import ADAPTERS_PATH
 
 PROMPTS = ("What is 431 + 88?", "The capital of France is", "a b c d e f g h i j k l")
 FAILURE_LIMIT_S = 60.0
@@ -61,6 +64,28 @@ def abandon_pictures(server: LiveServer) -> None:
             time.sleep(pause)
 
 
+def answer_with_adapters(url: str) -> None:
+    """Of --lora-paths, and one that every machine reads while serving; one that is sent reaches one machine only."""
+    with httpx.Client(base_url=url, timeout=60) as http:
+
+        def said(model: str) -> tuple[int, str]:
+            messages = [{"role": "user", "content": "What is 15+27?"}]
+            reply = http.post("/v1/chat/completions", json={"model": model, "messages": messages, "temperature": 0})
+            answered = reply.status_code == 200
+            return reply.status_code, reply.json()["choices"][0]["message"]["content"] if answered else ""
+
+        body = {"lora_name": "twice", "lora_path": f"{ADAPTERS_PATH}/twice"}
+        assert http.post("/load_lora_adapter", json=body).json()["success"]
+        assert [said(model) for model in ("ahoy", "twice", "m")] == [
+            (200, "Ahoy! 15 + 27 = 42"), (200, "15 + 27 = 42\n15 + 27 = 42"), (200, "15 + 27 = 42"),
+        ]  # fmt: skip
+        assert http.post("/unload_lora_adapter", json={"lora_name": "twice"}).json()["success"]
+        assert said("twice")[0] == 404
+        sent = {"lora_name": "sent", "config_dict": {}, "serialized_named_tensors": [b64encode(b"12345678{}").decode()]}
+        refused = http.post("/load_lora_adapter_from_tensors", json=sent)
+        assert refused.status_code == 400 and "every machine" in refused.json()["error_message"]
+
+
 def eventually(condition: Callable[[], bool], why: str) -> None:
     end = time.monotonic() + FAILURE_LIMIT_S
     while not condition():
@@ -88,13 +113,16 @@ def test_two_machines_answer_as_one(
     flags: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_DIST_SECRET", "a secret")
-    with machines(*flags, start=seeing_server) as (first, second):
+    adapters = ("--lora-paths", f"ahoy={ADAPTERS_PATH}/ahoy", "--max-lora-rank", "8", "--served-model-name", "m")
+    adapters += ("--allowed-local-lora-path", str(ADAPTERS_PATH))
+    with machines(*flags, *adapters, start=seeing_server) as (first, second):
         first.wait_up()
         assert answers(first.url) == expected
         assert answers(first.url) == expected, "with prompts from the cache"
         assert seen(first.url) == RIGHT, "pictures travel"
         abandon_pictures(first)
         assert seen(first.url) == RIGHT
+        answer_with_adapters(first.url)
         eventually(lambda: not any(arrays_of(server.log_path.parent) for server in (first, second)), "pixels are left")
         info = httpx.get(f"{first.url}/server_info", timeout=10).text
         assert "a secret" not in info + first.log() + second.log()

@@ -70,12 +70,13 @@ def write_adapter(
             tensors[f"{rename(name)}.base_layer.weight"] = module.weight.detach().clone()
             # An embedding and an output head that are tied stay apart, as in PEFT.
             module.weight = torch.nn.Parameter(module.weight.detach().clone())
-        lengths = module.weight.detach().norm(dim=1)
+        rows = 0 if is_embedding else 1
+        lengths = module.weight.detach().norm(dim=rows)
         with torch.no_grad():
             module.weight += delta.T if is_embedding else delta
             if values.get("use_dora"):
                 lengths = lengths * (0.6 + 0.8 * torch.rand(len(lengths), generator=generator))
-                module.weight *= (lengths / module.weight.norm(dim=1))[:, None]
+                module.weight *= (lengths / module.weight.norm(dim=rows)).unsqueeze(rows)
                 tensors[f"{rename(name)}.lora_magnitude_vector"] = lengths
         if is_embedding:
             tensors |= {f"{rename(name)}.lora_embedding_A": a, f"{rename(name)}.lora_embedding_B": b}

@@ -161,7 +161,6 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("stray", "Unrecognized arguments: stray"),
         ("--dp 2 --nnodes 2 --tp 2 --dist-init-addr h:1", "--dp-size 2 does not go with --nnodes 2: start a server"),
         ("--enable-lora --tp 2 --dp 2 --enable-dp-attention", "--enable-lora does not go with --attn-dp-size here"),
-        ("--enable-lora --nnodes 2 --tp 2 --dist-init-addr h:1", "--enable-lora does not go with --nnodes here"),
         ("--enable-lora --use-ray --tp 2", "--enable-lora does not go with --use-ray here"),
         ("--load-balance-method best", "--load-balance-method: must be one of auto, prefix_affinity"),
         ("--prefix-affinity-fallback auto", "--prefix-affinity-fallback: must be one of round_robin, total_requests"),

@@ -138,7 +138,6 @@ _ONLY_WITH_ADAPTERS = (
     "lora_drain_wait_threshold",
     "lora_strict_loading",
 )
-_NOT_WITH_ADAPTERS = ("attn_dp_size", "nnodes")
 
 
 def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
@@ -147,9 +146,8 @@ def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
         if given:
             yield {"enable_lora", *given}, f"{flag(given[0])} needs --enable-lora or --lora-paths."
         return
-    above = next((name for name in _NOT_WITH_ADAPTERS if getattr(args, name) > 1), None)
-    asked = [name for name in ("use_ray", "is_embedding") if getattr(args, name)]
-    for name in ([above] if above else []) + asked:
+    groups = ["attn_dp_size"] if args.attn_dp_size > 1 else []
+    for name in groups + [name for name in ("use_ray", "is_embedding") if getattr(args, name)]:
         yield {"enable_lora", name}, f"--enable-lora does not go with {flag(name)} here."
     if args.experts_shared_outer_loras and args.no_experts_shared_outer_loras:
         both = {"experts_shared_outer_loras", "no_experts_shared_outer_loras"}

@@ -213,7 +213,7 @@ def test_lengths_of_rows(tmp_path: Path, name: str) -> None:
         (pair() | {MAGNITUDE: torch.ones(8).to(torch.int8)}, "I8"),
         (pair() | {MAGNITUDE: torch.ones(8), "x.lora_magnitude_vector": torch.ones(8)}, "no A and B beside it"),
         (pair() | {MAGNITUDE: torch.ones(8), f"{MAGNITUDE}.weight": torch.ones(8)}, "only one of them can be meant"),
-        ({f"{MODULE}.lora_A": torch.ones(2, 4, 6), f"{MODULE}.lora_B": torch.ones(2, 8, 4)}, "only linear layers"),
+        ({f"{MODULE}.lora_A": torch.ones(2, 4, 6), f"{MODULE}.lora_B": torch.ones(2, 8, 4)}, "rows of experts are not"),
     ],
 )
 def test_refused_lengths(tmp_path: Path, tensors: dict[str, torch.Tensor], part: str) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
-from srt.adapter_files import write_expert_adapter
+from srt.adapter_files import LINEAR, write_expert_adapter
 from srt.managers.fake_runner import Collector, add, request, run_to_end
 from srt.managers.test_adapters import NEW_TOKENS, Adapters, prompt
 
@@ -117,8 +117,10 @@ def test_embedding_and_output_head(tmp_path: Path, flags: dict[str, int], model:
 
 
 def test_scaled_rows(tmp_path: Path) -> None:
-    """Of layers whose columns the ranks share, and whose bias is added behind their sum."""
-    forms = {"scaled": {"rank": 5, "use_dora": True}, "plain": {"names": ("q_proj", "down_proj")}}
+    """Of layers whose columns the ranks share, and whose bias is added behind their sum; of an embedding whose tokens
+    they share."""
+    names = (*LINEAR, "embed_tokens")
+    forms = {"scaled": {"rank": 5, "names": names, "use_dora": True}, "plain": {"names": ("q_proj", "down_proj")}}
     one = Adapters("llama_bias_llama3", tmp_path, forms)
     asked = {
         f"{form} {seed}": ("" if form is None else str(one.paths[form]), prompt(seed), one.greedy(form, prompt(seed)))

@@ -3,10 +3,12 @@ of them merged into the weights in fp32."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 from sglang.srt.configs.adapters.files import content_id
 from sglang.srt.managers.scheduler.weight_updates import WeightUpdates
@@ -18,6 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "scaled": {"names": LINEAR, "rank": 5, "use_dora": True},
     "q and down": {"names": ("q_proj", "down_proj"), "rank": 17, "use_dora": True, "use_rslora": True},
     "plain": {"names": LINEAR, "rank": 8},
+    "embedding": {"names": ("embed_tokens",), "rank": 4, "use_dora": True},
     "head": {"names": ("lm_head",), "rank": 3, "use_dora": True, "strength": 8.0},
 }
 
@@ -36,6 +39,31 @@ def test_beside_others(tmp_path: Path, model: str) -> None:
     used = sum(side.nbytes for linear in layers.linears for side in (linear.a, linear.b))
     used += sum(scales.nbytes for scales in layers.scales.values())
     assert used == plan.adapters.num_bytes(plan.weights, plan.dtype)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "refused"),
+    [
+        ("lora_magnitude_vector", 1e30, "row 3 of .*layers.1.self_attn.q_proj.* gets the length 1e\\+30"),
+        ("lora_B.weight", 1e30, "and has inf with B A"),
+        ("lora_magnitude_vector", 1e12, ""),
+    ],
+)
+def test_lengths_that_answers_cannot_hold(tmp_path: Path, tensor: str, value: float, refused: str) -> None:
+    """Of one row of many; the adapter is not loaded, and others are served."""
+    one = Adapters("qwen3", tmp_path, {form: FORMS[form] for form in ("scaled", "plain")})
+    scheduler = one.scheduler(lora_paths=[str(one.paths["scaled"])])
+    path, table = tmp_path / "too long", scheduler.adapters
+    assert table is not None
+    write_adapter(path, one.models[None], 3, names=("q_proj",), use_dora=True)
+    tensors = safetensors.torch.load_file(path / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith(f"layers.1.self_attn.q_proj.{tensor}"))
+    tensors[name][3] = value
+    safetensors.torch.save_file(tensors, path / "adapter_model.safetensors")
+    table.begin(content_id(path), str(path))
+    assert re.search(refused, problem := table.end(content_id(path), False)) and bool(problem) == bool(refused)
+    assert (content_id(path) in table) == (not refused)
+    run(one, scheduler, {str(form): (form, prompt(1)) for form in (None, "scaled", "plain")})
 
 
 def test_new_weights_are_refused_meanwhile(tmp_path: Path) -> None:

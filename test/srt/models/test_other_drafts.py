@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,24 @@ def test_any_served_family_drafts(name: str, target: tuple[Path, Target], tmp_pa
     check_proposals(runner, reference, [token % VOCAB for token in random_tokens(33, seed=2)])
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32")
+
+
+def test_an_embedding_in_main_memory_gives_the_same_draft_tokens(target: tuple[Path, Target], tmp_path: Path) -> None:
+    folder, _ = target
+    save_tiny("llama", tmp_path / "draft")
+    plan = plan_with_draft(folder, "STANDALONE", tmp_path / "draft")
+    description = plan.draft.description.with_embedding_on_host()
+    on_host = replace(plan.draft, description=description, weights=replace(plan.draft.weights, model=description.model))
+    size = 256 * HIDDEN * 4
+    assert plan.draft.weight_bytes("float32") - on_host.weight_bytes("float32") == on_host.host_bytes("float32") == size
+    tokens, states = random_tokens(33, seed=2), []
+    for draft in (plan.draft, on_host):
+        planned = replace(plan)
+        planned.__dict__["draft"] = draft  # where the property keeps it
+        runner = DraftRunner(planned)
+        assert (runner.draft.model.embed.rows is None) == (draft is plan.draft)
+        states.append(runner.step({1: tokens[:-1]}, {1: tokens[-1]})[1])
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize(

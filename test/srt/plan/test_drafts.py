@@ -83,6 +83,29 @@ def test_a_head_is_a_part_of_its_targets_plan(tmp_path: Path) -> None:
     assert (hidden, 3 * hidden, False) in plan.choices["linear"].need.shapes
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_embedding_of_its_own_leaves_gpu_memory_with_the_targets(tmp_path: Path, tp: int) -> None:
+    """Of a narrower head, and of a model of its own; a model whose output head multiplies by it keeps it."""
+    config = configs()["qwen3"]
+    narrow = head_for(config) | {"hidden_size": 2048, "target_hidden_size": config["hidden_size"]}
+    small = config | {"num_hidden_layers": 4, "hidden_size": 2048}
+    for kind, draft, of_draft in (
+        ("EAGLE3", narrow, 2048),
+        ("STANDALONE", small | {"tie_word_embeddings": False}, 2048),
+        ("STANDALONE", small | {"tie_word_embeddings": True}, 0),
+    ):
+        folder = tmp_path / f"{kind} {of_draft}"
+        folder.mkdir()
+        target, path = write(folder / "target", config), write(folder / "draft", draft)
+        flags = {"speculative_algorithm": kind, "speculative_draft_model_path": path, "tp_size": tp}
+        of_gpu = plan_of(target, **flags)
+        of_host = plan_of(target, embed_in_main_memory=True, **flags)
+        size = config["vocab_size"] // tp * 2 * (config["hidden_size"] + of_draft)
+        assert of_gpu.memory.weights - of_host.memory.weights == size
+        assert f"embeddings lie in pinned host memory, {size / GIB:.2f} GiB" in " ".join(of_host.warnings)
+        assert of_host.for_draft.choices["embedding_rows"].name == "triton"
+
+
 def test_the_draft_of_experts_in_16_bits_has_a_kernel_of_its_own(tmp_path: Path) -> None:
     target = any_checkpoint("Qwen3.5-122B-A10B-NVFP4", tmp_path)
     plan = plan_of(str(target), speculative_algorithm="NEXTN", tp_size=2)

@@ -23,12 +23,13 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.model_planner import describe_served_model
-from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.needs import key_of_experts, needs_of
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, HeadShares, RankLayout
-from sglang.srt.plan.weight_spec import Elements, Weights
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 from sglang.srt.server_args import ServerArgs
+from srt.kernels.published import configs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
 BF16 = ParallelConfig("bfloat16", "bfloat16")
@@ -175,6 +176,29 @@ def test_ops_of_several_shapes_have_needs_of_their_own() -> None:
     keys = [need.key for need in needs_of(rank_weights(model, ONE_RANK), BF16) if "attention" in need.op]
     variants = ["extend_attention/256x256", "decode_attention/256x256"]
     assert keys == ["extend_attention", "decode_attention", *variants]
+
+
+def test_experts_of_layers_that_differ_in_their_latents_alone_have_needs_of_their_own() -> None:
+    """The first three layers of experts have latents of 1024, 512 and 1024 numbers, and of the third a token chooses
+    fewer: each finds the need of its own."""
+    config = configs()["NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16"]
+    sizes = {"moe_intermediate_size": 768, "n_routed_experts": 64, "num_experts_per_tok": 8, "moe_latent_size": 1024}
+    changes: list[dict[str, Any]] = [{}, {"moe_latent_size": 512}, {"num_experts_per_tok": 6}]
+    config["block_configs"] = [
+        {"block_type": "attention"},
+        *({"block_type": "moe"} | sizes | change for change in changes),
+    ]
+    model = describe_model(config | {"num_hidden_layers": 4}, None)
+    held = rank_weights(model, ONE_RANK)
+    needs = {need.key: need for need in needs_of(held, BF16) if need.op == "fused_moe"}
+    assert len(needs) == len(changes)
+    for weights, layer, change in zip(held.layers[1:], model.layers[1:], changes, strict=True):
+        spec = layer.ffn.experts
+        assert spec is not None
+        _, down = [part for part in weights if isinstance(part, Matrix) and part.experts]
+        found = needs[key_of_experts(needs, down, spec.top_k, None)]
+        size = (sizes | change)["moe_latent_size"]
+        assert found.shapes == ((768, size, False), (size, 768, False)) and found.experts[1] == spec.top_k
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -65,7 +65,12 @@ class DraftParts:
 
     def _embedding(self, target: CausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
         if self.draft.own_embedding:
-            return VocabParallelEmbedding(self.scope.sub("embed"), self.draft.vocab_size, self.model.hidden_size)
+            return VocabParallelEmbedding(
+                self.scope.sub("embed"),
+                self.draft.vocab_size,
+                self.model.hidden_size,
+                on_host=self.model.embedding.on_host,
+            )
         shared = target.embed
         if shared is None:
             self.copied = CopiedEmbedding(self.scope, target)

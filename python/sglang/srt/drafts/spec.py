@@ -49,6 +49,12 @@ class DraftDescription:
         ends = residual.head_weights(hidden) if isinstance(residual, HyperConnections) else ()
         return (*self.form.weights(hidden), *ends, norm, table)
 
+    def with_embedding_on_host(self) -> DraftDescription:
+        """Returns the draft with its own embedding in main memory, if it has one that no output head multiplies by."""
+        if not self.own_embedding or self.model.tie_embeddings:
+            return self
+        return replace(self, model=replace(self.model, embedding=replace(self.model.embedding, on_host=True)))
+
     def __str__(self) -> str:
         layers = f"{len(self.model.layers)} layer{'s' * (len(self.model.layers) > 1)}"
         read = f" over the outputs of layers {', '.join(map(str, self.aux_layers))}" if self.aux_layers else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,51 @@ def scale_rows(out: torch.Tensor, slots: torch.Tensor, scales: torch.Tensor) -> 
         some.copy_(torch.addcmul(factors[:, 1], some.float(), factors[:, 0]))
 
 
+class Base(Protocol):
+    """What a layer computes without adapters, whose rows DoRA may scale."""
+
+    def longest_row(self, height: int, dtype: torch.dtype) -> float:
+        """Returns how long rows may be, so that answers can hold what they give."""
+
+    def bias(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns what the layer adds [N] fp32. like: [..., K], an input."""
+
+    def lengths(self, a: torch.Tensor, b: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        """Returns the lengths of the rows of W + B A [N] fp32. a [P, R, K], b [N, R], parts: as in `AdapterWeights`. A
+        collective of the ranks that have the columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """An embedding as such a layer: W is the transpose of the rows [K, N] of this rank's K tokens, and a row of W a
+    column of these. `group`: the ranks that have the other tokens."""
+
+    rows: torch.Tensor
+    group: Group
+
+    def longest_row(self, height: int, dtype: torch.dtype) -> float:
+        """Returns it for inputs that are 1 in one place."""
+        return _largest_number(height, dtype)
+
+    def bias(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns zeros."""
+        return torch.zeros(self.rows.shape[1], device=like.device)
+
+    def lengths(self, a: torch.Tensor, b: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        """Returns them as `Base` says, in shares of tokens: the rows may lie in main memory."""
+        squares, begin = torch.zeros(len(b), dtype=torch.float32, device=b.device), 0
+        for some in self.rows.split(max(16, MOST_OUTPUTS // len(b))):
+            columns = a[0, :, begin : begin + len(some)].float().T @ b.float().T
+            squares += (some.to(b.device).float() + columns).square().sum(0)
+            begin += len(some)
+        return self.group.all_reduce(squares, exact=True).sqrt()
+
+
+def _largest_number(height: int, dtype: torch.dtype) -> float:
+    """Returns the largest number of an output [T, height] that its type holds, and whose squares have a finite sum."""
+    return min(torch.finfo(dtype).max, (torch.finfo(torch.float32).max / height) ** 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class BaseProduct:
     """A layer's own product, x [T, K] -> [T, N], of whose inputs this rank has the first `cols`. `group`: the ranks
@@ -45,13 +91,17 @@ class BaseProduct:
     cols: int
     group: Group | None
 
+    def longest_row(self, height: int, dtype: torch.dtype) -> float:
+        """Returns it for inputs whose numbers are about 1, as behind a norm."""
+        cols = self.cols * (1 if self.group is None else self.group.size)
+        return float(_largest_number(height, dtype) / cols**0.5)
+
     def bias(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns what the product adds [N] fp32. like: [..., K], an input."""
+        """Returns what the product adds."""
         return self.product(like.new_zeros((1, like.shape[-1])))[0].float()
 
     def lengths(self, a: torch.Tensor, b: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-        """Returns the lengths of the rows of W + B A [N] fp32. a [P, R, K], b [N, R], parts: as in `AdapterWeights`.
-        A collective of `group`."""
+        """Returns them as `Base` says."""
         bias, height = self.bias(a), len(b)
         squares = torch.zeros(height, dtype=torch.float32, device=b.device)
         of_parts = [torch.nonzero(parts == part).flatten() for part in range(len(a))]

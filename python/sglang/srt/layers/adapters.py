@@ -19,7 +19,7 @@ from sglang.srt.configs.adapters.files import AdapterFiles, AdapterPair
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.adapter_memory import AdapterMemory, HostAdapter, StepTokens
-from sglang.srt.layers.adapter_scales import BaseProduct, Product, scale_rows, unscaled
+from sglang.srt.layers.adapter_scales import Base, BaseProduct, EmbeddingRows, Product, scale_rows, unscaled
 from sglang.srt.layers.expert_adapters import (
     EXPERT_MODULE,
     LAYER_OF,
@@ -61,9 +61,6 @@ class Place:
 
 _END = re.compile(rf"(?:(?:model|language_model)\.)*(?P<name>{'|'.join((*EMBEDDINGS, *HEADS))})")
 """The embedding or the output head in an adapter, whatever the model's checkpoints call it."""
-ASIDE = 17
-"""Tokens from which A x has a stream of its own. Kernels of smaller products begin while the launch ahead of them
-ends, which a second stream would prevent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +93,11 @@ class AdapterLinear:
     """A and B of one linear layer, in slots."""
 
     def __init__(
-        self, layers: AdapterLayers, number: int, shards: Sequence[ModuleRows], base: BaseProduct | None = None
+        self, layers: AdapterLayers, number: int, shards: Sequence[ModuleRows], base: Base | None = None
     ) -> None:
-        """base: what computes the layer without adapters; None: it is no product whose rows DoRA may scale."""
+        """base: what computes the layer without adapters; None: DoRA may not scale its rows."""
         plan, device, dtype = layers.plan, layers.device, layers.dtype
-        self.layers, self.number, self.base = layers, number, base
+        self.layers, self.number = layers, number
         names = list(dict.fromkeys(shard.part for shard in shards))
         heights = [shard.rows.padded_count for shard in shards]
         numbers = [names.index(shard.part) for shard in shards]
@@ -121,43 +118,32 @@ class AdapterLinear:
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
     def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In the CUDA
-        graph of a large step A x is computed beside the product."""
-        layers, kernels, tokens = self.layers, self.layers.kernels, self.layers.tokens
+        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added."""
+        tokens = self.layers.tokens
         if tokens is None:
             return product()
         assert len(tokens.slots) == len(x), f"{len(x)} rows of a step of {len(tokens.slots)} tokens"
-        if layers.stream is None or len(x) < ASIDE or not torch.cuda.is_current_stream_capturing():
-            low, out = kernels.shrink(x, tokens.ordered, self.weights), product()
-        else:
-            main = torch.cuda.current_stream()
-            layers.stream.wait_stream(main)
-            with torch.cuda.stream(layers.stream):
-                low = kernels.shrink(x, tokens.ordered, self.weights, aside=True)
-            out = product()
-            main.wait_stream(layers.stream)
-        self._scale(out, tokens)
-        kernels.expand(low, out, tokens.ordered, self.weights)
+        out = product()
+        self.add(x, out, tokens)
         return out
 
-    def _scale(self, out: torch.Tensor, tokens: StepTokens) -> None:
-        """Scales a layer's own output, if adapters may do that."""
-        scales = self.layers.scales.get(self.number)
-        if scales is not None:
-            scale_rows(out, tokens.slots, scales)
-
     def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
-        """Adds B A x of the adapters of some of a step's tokens to out [R, N], x [R, K]."""
-        kernels = self.layers.kernels
+        """Adds B A x of the adapters of some of a step's tokens to out [R, N], what the layer has computed of x [R, K].
+        That is scaled before, if adapters may do so."""
         self._scale(out, tokens)
-        kernels.expand(kernels.shrink(x, tokens.ordered, self.weights), out, tokens.ordered, self.weights)
+        self.layers.kernels.add(x, out, tokens.ordered, self.weights)
 
     def look_up(self, ids: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Adds B times column ids - `first` of A of each token's adapter to out [T, N], where A has it; ids [T]."""
-        kernels, tokens = self.layers.kernels, self.layers.tokens
+        tokens = self.layers.tokens
         if tokens is not None:
-            low = kernels.look_up(ids, first, tokens.ordered, self.weights)
-            kernels.expand(low, out, tokens.ordered, self.weights)
+            self._scale(out, tokens)
+            self.layers.kernels.look_up(ids, first, out, tokens.ordered, self.weights)
+
+    def _scale(self, out: torch.Tensor, tokens: StepTokens) -> None:
+        scales = self.layers.scales.get(self.number)
+        if scales is not None:
+            scale_rows(out, tokens.slots, scales)
 
     def empty(self, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zeros in main memory in the form of a slot's A and B."""
@@ -171,7 +157,6 @@ class AdapterLayers(AdapterMemory):
         assert plan.adapters is not None
         super().__init__(plan.adapters, device, dtype, most_products(plan.weights))
         self.kernels = plan.entry(ADD_ADAPTERS)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.names = names = plan.description.names.with_text_names()
         others = [i for i, layer in enumerate(plan.description.layers) if layer.on_other_stage]
         self.on_other_stages = tuple(
@@ -189,8 +174,8 @@ class AdapterLayers(AdapterMemory):
         """Modules of shared experts that are held among the routed ones."""
         self.places: dict[str, list[Place]] = {}
         """Where the rows of each module lie, by its name in the checkpoint."""
-        self.scaled: dict[int, BaseProduct] = {}
-        """The products whose rows DoRA may scale, by the layer's number."""
+        self.scaled: dict[int, Base] = {}
+        """The layers whose rows DoRA may scale, by the layer's number."""
         self.latents: dict[str, LatentAdapters] = {}
         """Those of `kv_b_proj` of latent attention, by its name in the checkpoint."""
 
@@ -216,11 +201,13 @@ class AdapterLayers(AdapterMemory):
             return None
         return self._linear(shards, BaseProduct(product, shards[0].cols.count, group))
 
-    def embedding(self, module: str, vocabulary: ShardRange, hidden_size: int) -> AdapterLinear | None:
-        """Returns memory for the adapters of the embedding, of which this rank has these rows; None: it has none."""
+    def embedding(self, module: str, vocabulary: ShardRange, rows: torch.Tensor, group: Group) -> AdapterLinear | None:
+        """Returns memory for the adapters of the embedding, of which this rank has these tokens' rows; None: it has
+        none. group: the ranks that have those of others."""
         if not self.plan.serves_embedding or module in self.ends_on_other_stages:
             return None
-        return self._linear([ModuleRows(module, "", whole(hidden_size), vocabulary)])
+        shard = ModuleRows(module, "", whole(rows.shape[1]), vocabulary)
+        return self._linear([shard], EmbeddingRows(rows, group))
 
     def head(self, module: str, vocabulary: ShardRange, hidden_size: int, product: Product) -> AdapterLinear | None:
         """Returns memory for the adapters of the output head, of which this rank has these rows; None: it has none.
@@ -230,10 +217,10 @@ class AdapterLayers(AdapterMemory):
         shard = ModuleRows(module, "", vocabulary, whole(hidden_size))
         return self._linear([shard], BaseProduct(product, hidden_size, None))
 
-    def _linear(self, shards: Sequence[ModuleRows], base: BaseProduct | None = None) -> AdapterLinear:
+    def _linear(self, shards: Sequence[ModuleRows], base: Base) -> AdapterLinear:
         linear = AdapterLinear(self, len(self.linears), shards, base)
         self.linears.append(linear.weights)
-        if base is not None and self.plan.dora:
+        if self.plan.dora:
             self.scaled[linear.number] = base
         for place in linear.places:
             self.places.setdefault(place.shard.module, []).append(place)
@@ -310,18 +297,36 @@ class AdapterLayers(AdapterMemory):
             raise UserError(f"{files.weights} cannot be read: {error}.") from None
         return adapter
 
-    def scale(self, adapter: HostAdapter) -> None:
-        """Computes the factors of an adapter's rows from their lengths, and multiplies B by them. To be called between
-        steps, on all ranks."""
+    def scale(self, adapter: HostAdapter) -> str:
+        """Computes the factors of an adapter's rows from their lengths, and multiplies B by them. Returns why it cannot
+        be served; "": it can. To be called between steps, on all ranks."""
+        problem = ""
         for number, lengths in adapter.lengths.items():
             base, weights = self.scaled[number], self.linears[number]
             a, b = (side.to(self.device) for side in adapter.matrices[number])
             is_scaled = lengths.isfinite()
             now = base.lengths(a, b, weights.parts).cpu()
             factors = torch.where(is_scaled & (now > 0), lengths / now, 1.0)
-            adapter.matrices[number][1].copy_((b.float() * factors[:, None].to(self.device)).to(b.dtype))
+            scaled_b = (b.float() * factors[:, None].to(self.device)).to(b.dtype)
+            adapter.matrices[number][1].copy_(scaled_b)
             adapter.scales[number] = torch.stack((factors, (1.0 - factors) * base.bias(a).cpu()))
+            longest = base.longest_row(len(b), self.dtype)
+            fits = now.isfinite() & adapter.scales[number].isfinite().all(0) & scaled_b.isfinite().all(1).cpu()
+            wrong = torch.nonzero(is_scaled & ~(fits & (lengths.abs() <= longest))).flatten().tolist()
+            if wrong and not problem:
+                problem = (
+                    f"use_dora: row {wrong[0]} of {self._modules_of(number)} gets the length {lengths[wrong[0]]:.4g},"
+                    f" and has {now[wrong[0]]:.4g} with B A; above {longest:.4g}, or by a factor that {self.dtype}"
+                    " cannot hold, answers are no numbers"
+                )
         adapter.lengths.clear()
+        return problem
+
+    def _modules_of(self, number: int) -> str:
+        """Returns the names of the modules of a linear layer."""
+        return ", ".join(
+            module for module, places in self.places.items() if any(each.linear.number == number for each in places)
+        )
 
     def _names_of(self, module: str) -> tuple[str, ...]:
         """Returns the names that a module of an adapter may have in the checkpoint."""

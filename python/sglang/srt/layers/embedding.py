@@ -69,7 +69,7 @@ class VocabParallelEmbedding:
 
     def take_adapters(self, layers: AdapterLayers, module: str, vocab_size: int) -> None:
         """Takes memory for LoRA adapters, if `layers` has some for the embedding."""
-        self.adapters = layers.embedding(module, _vocab_rows(self.group, vocab_size), self.weight.shape[1])
+        self.adapters = layers.embedding(module, _vocab_rows(self.group, vocab_size), self.weight, self.group)
 
     def multiply_by(self, scope: Scope) -> None:
         """Multiplies the rows, after loading, by the norm weight of this scope."""

@@ -99,6 +99,7 @@ class AdapterPlan:
         num_ends = (plain and self.serves_embedding) + (model.last_stage and self.serves_head)
         elements += num_ends * self.room * (head.rows + head.cols)
         scaled += head.rows if model.last_stage and self.serves_head else 0
+        scaled += head.cols if plain and self.serves_embedding else 0
         of_scales = BYTES_OF_SCALES * scaled * (1 + self.slots) if self.dora else 0
         return self.slots * elements * KV_DTYPE_BYTES[dtype] + of_scales
 

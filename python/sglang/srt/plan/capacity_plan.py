@@ -15,9 +15,9 @@ from sglang.srt.plan import defaults
 from sglang.srt.plan.adapters import AdapterPlan
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.capacity import Capacity
-from sglang.srt.plan.draft_plan import DraftPlan, with_draft_layers, with_draft_memory
+from sglang.srt.plan.draft_plan import DraftPlan, tables_on_host, with_draft_layers, with_draft_memory
 from sglang.srt.plan.host_cache import copy_bytes
-from sglang.srt.plan.host_tables import host_table_bytes, host_table_note
+from sglang.srt.plan.host_tables import host_table_note
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import (
@@ -127,7 +127,7 @@ class CapacityPlanner:
         states = state_rows(args, size.max_running_requests, self.context_len, cost, partial(self._left, size))
         sizes, cost, notes = self._sized(size, states.running)
         sizes = replace(sizes, checkpoints=states.checkpoints)
-        tables = host_table_bytes(self.everything, self.parallel)
+        tables = tables_on_host(self.everything, self.draft, self.parallel)
         notes += [states.note] if states.note else []
         notes += [host_table_note(self.everything, tables)] if tables else []
         max_tokens = args.max_total_tokens or self.available  # a token takes at least a byte; the exception is below
@@ -196,7 +196,7 @@ class CapacityPlanner:
         if self.adapters is not None:  # each graph exists with adapters and without
             fixed = replace(fixed, graphs=2 * fixed.graphs)
         if self.arch.unified_memory:
-            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, self.parallel))
+            fixed = replace(fixed, reserve=fixed.reserve + tables_on_host(everything, self.draft, self.parallel))
         return fixed if self.draft is None else with_draft_memory(fixed, self.draft, model, dtype, sizes)
 
     def _left(self, size: defaults.DefaultSizes, running: int) -> int:

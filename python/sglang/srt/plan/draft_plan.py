@@ -13,6 +13,7 @@ from sglang.srt.drafts.registry import describe_draft
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice, Need
+from sglang.srt.plan.host_tables import host_table_bytes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout
@@ -52,10 +53,22 @@ class DraftPlan:
         total = rank_weight_bytes(self.weights, dtype, fp8_cache, features)
         draft, of_rank = self.description, self.weights
         if not draft.form.separate:
-            rows = -(-draft.vocab_size // of_rank.ranks.tp_size)
-            embeddings = rows if draft.own_embedding else copies
+            own = 0 if draft.model.embedding.on_host else self._embedding_rows
+            embeddings = own if draft.own_embedding else copies
             total += front_bytes(of_rank, dtype, embeddings, head=draft.head_size > 0)
         return total
+
+    @property
+    def _embedding_rows(self) -> int:
+        """Returns the rank's rows of the draft's own embedding."""
+        if self.description.form.separate:
+            return self.weights.head.rows
+        return -(-self.description.vocab_size // self.weights.ranks.tp_size)
+
+    def host_bytes(self, dtype: str) -> int:
+        """Returns the bytes of the draft's own embedding in main memory, for each rank."""
+        model = self.description.model
+        return self._embedding_rows * model.hidden_size * KV_DTYPE_BYTES[dtype] if model.embedding.on_host else 0
 
     def describe(self) -> dict[str, Any]:
         """Describes the draft for /server_info."""
@@ -109,6 +122,11 @@ def with_draft_layers(target: ModelDescription, draft: DraftPlan | None) -> Mode
     if draft is None:
         return target
     return replace(target, layers=(*target.layers, *draft.description.model.layers))
+
+
+def tables_on_host(target: ModelDescription, draft: DraftPlan | None, parallel: ParallelConfig) -> int:
+    """Returns the bytes of tables in main memory, of the target and of its draft, for each rank that has them."""
+    return host_table_bytes(target, parallel) + (0 if draft is None else draft.host_bytes(parallel.dtype))
 
 
 def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, parallel: ParallelConfig) -> tuple[Need, ...]:

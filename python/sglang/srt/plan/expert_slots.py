@@ -17,6 +17,7 @@ from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.cpu_experts import LAYER_S as CPU_LAYER_S
 from sglang.srt.plan.cpu_experts import with_threads
 from sglang.srt.plan.defaults import BESIDE_SLOTS
+from sglang.srt.plan.draft_plan import DraftPlan, tables_on_host
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import (
     BUFFERS,
@@ -30,7 +31,6 @@ from sglang.srt.plan.expert_slot_plan import (
     bus_rate,
 )
 from sglang.srt.plan.host_cache import SYSTEM_RESERVE
-from sglang.srt.plan.host_tables import host_table_bytes
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
@@ -75,6 +75,8 @@ class Planner(Protocol):
     def with_slots(self, counts: SlotCounts) -> Planner: ...
 
     def describe(self) -> tuple[ModelDescription, ParallelConfig]: ...
+
+    def draft(self, target: ModelDescription) -> DraftPlan | None: ...
 
     def weights(self) -> int: ...
 
@@ -220,7 +222,7 @@ def _check_main_memory(planner: Planner) -> None:
         return
     model, parallel = planner.describe()
     needed = _host_bytes(planner) * banks_of(planner.args, parallel.ranks)
-    needed += host_table_bytes(model, parallel) * processes_of(planner.args, parallel.ranks)
+    needed += tables_on_host(model, planner.draft(model), parallel) * processes_of(planner.args, parallel.ranks)
     usable = max(free - SYSTEM_RESERVE, free // 2)
     if needed > usable:
         raise DoesNotFit(

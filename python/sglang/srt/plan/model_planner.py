@@ -158,7 +158,12 @@ class ModelPlanner:
         if apart not in self.drafts:
             self.drafts[apart] = asked_draft(self.args, self.model, target, apart) if self.served else None
         asked = self.drafts[apart]
-        return None if asked is None else plan_draft(*asked, asked_layout(self.args))
+        if asked is None:
+            return None
+        config, description = asked
+        if self.args.embed_in_main_memory and self.arch.device != "cpu":
+            description = description.with_embedding_on_host()
+        return plan_draft(config, description, asked_layout(self.args))
 
     def weights(self) -> int:
         """Returns the bytes of weights on the rank that has most."""

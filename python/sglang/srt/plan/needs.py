@@ -82,20 +82,21 @@ def _wide_experts(of_rank: RankWeights, feed_forward: Iterable[Need]) -> Iterato
 
 
 def _variant_of_experts(need: Need) -> str:
-    """Returns the variant of a further kind of experts, where layers differ in their width, their number, or how many a
-    token chooses."""
-    (count, top_k, _), (_, (_, width, _)) = need.experts, need.shapes
-    return _name_of_experts(count, width, top_k, need.quant)
+    """Returns the variant of a further kind of experts, where layers differ in their width, their number, the size of
+    what goes in and out, or how many a token chooses."""
+    (count, top_k, _), (_, (size, width, _)) = need.experts, need.shapes
+    return _name_of_experts(count, size, width, top_k, need.quant)
 
 
-def _name_of_experts(count: int, width: int, top_k: int, scheme: str | None) -> str:
-    return f"{count}x{width}_top{top_k}_{scheme or WIDE_EXPERTS}"
+def _name_of_experts(count: int, size: int, width: int, top_k: int, scheme: str | None) -> str:
+    return f"{count}x{size}x{width}_top{top_k}_{scheme or WIDE_EXPERTS}"
 
 
 def key_of_experts(choices: Container[str], down: Matrix, top_k: int, scheme: str | None) -> str:
     """Returns the key of the choice for experts whose second matrices are `down` on a rank. A token chooses `top_k` of
     them."""
-    names = [_name_of_experts(down.experts, down.cols, top_k, scheme), *([] if scheme else [WIDE_EXPERTS])]
+    name = _name_of_experts(down.experts, down.rows, down.cols, top_k, scheme)
+    names = [name, *([] if scheme else [WIDE_EXPERTS])]
     return next((key for name in names if (key := f"fused_moe/{name}") in choices), "fused_moe")
 
 

@@ -27,11 +27,11 @@ from sglang.srt.plan.capacity import Trial, describe_pools
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
+    tables_on_host,
     with_draft_layers,
 )
 from sglang.srt.plan.expert_slot_plan import UNKNOWN, ExpertSlotPlan, MainMemory
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
-from sglang.srt.plan.host_tables import host_table_bytes
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite, ParallelConfig
 from sglang.srt.plan.memory import (
     MemoryPlan,
@@ -440,7 +440,8 @@ def _with_main_memory(
     if host_bytes is not None:
         taken = memory.weights + memory.caches if plan.device == "cpu" else 0
         of_experts = 0 if slots is None or plan.device == "cpu" else slots.host_bytes * slots.banks
-        host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes - of_experts)
+        tables = tables_on_host(everything, trial.draft, parallel) * processes
+        host_bytes = max(0, host_bytes - taken - tables - of_experts)
     weights_copy, said = plan_weights_copy(args, memory.weights, processes, host_bytes)
     if weights_copy is not None and weights_copy.always and host_bytes is not None:
         host_bytes = max(0, host_bytes - weights_copy.total)

@@ -171,8 +171,8 @@ def _with_magnitudes(
         raise UserError(f"{path}: {lone} has no A and B beside it.")
     scaled = {}
     for module, pair in pairs.items():
-        if pair.experts or module.endswith(EMBEDDINGS):
-            raise UserError(f"{path}: use_dora is not supported for {module}: only linear layers are scaled by row.")
+        if pair.experts:
+            raise UserError(f"{path}: use_dora is not supported for {module}: rows of experts are not scaled.")
         lengths = magnitudes.get(module)
         if lengths is None:
             raise UserError(f"{path}: {module} has no lora_magnitude_vector, but {CONFIG_NAME} says use_dora.")

@@ -93,6 +93,11 @@ class ServedAdapters:
     ) -> ServedAdapter:
         """Loads an adapter of which a client sends adapter_config.json and the bytes of a safetensors file. Raises
         RequestError."""
+        if self._args.nnodes > 1:
+            raise RequestError(
+                "An adapter that is sent reaches the first machine alone (--nnodes). Copy it to one directory of every"
+                " machine, and load it from there (/load_lora_adapter)."
+            )
         return await asyncio.shield(asyncio.create_task(self._load_sent(name, config, weights, pinned)))
 
     async def unload(self, name: str) -> None:

@@ -126,8 +126,8 @@ class AdapterTable:
             problem = reading.problem
         elif adapter_id not in self._loaded:
             problem = "nothing has read the adapter"
-        if not parallel_state.all_reduce_min([int(not problem)])[0]:
-            return problem or "another rank cannot read the adapter; its log says why"
+        if problem := _of_all_ranks(problem):
+            return problem
         if reading is None:
             loaded = self._loaded[adapter_id]
         elif self._most is not None and len(self._loaded) >= self._most:
@@ -137,10 +137,10 @@ class AdapterTable:
             loaded = Loaded(reading.adapter)
         if pinned and not loaded.pinned and self._num_pinned() + 1 >= self._num_slots:
             return f"--max-loras-per-batch {self._num_slots} leaves no slot for others if one more adapter is pinned"
-        if loaded.adapter.lengths:
-            layers = self._runner.adapters
-            assert layers is not None
-            layers.scale(loaded.adapter)
+        layers = self._runner.adapters
+        assert layers is not None
+        if layers.plan.dora and (problem := _of_all_ranks(layers.scale(loaded.adapter))):
+            return problem
         loaded.pinned = loaded.pinned or pinned
         self._loaded[adapter_id] = loaded
         return ""
@@ -219,6 +219,16 @@ class AdapterTable:
     def usage(self) -> dict[str, int]:
         """Returns how many adapters are in main memory, and how many of these in slots."""
         return {"loaded": len(self._loaded), "in_slots": sum(1 for each in self._loaded.values() if each.slot)}
+
+
+def _of_all_ranks(problem: str) -> str:
+    """Returns this rank's problem with an adapter, or that another has one, whose log has its own; "": none has one. A
+    collective."""
+    if parallel_state.all_reduce_min([int(not problem)])[0]:
+        return ""
+    if problem:
+        logger.error("A LoRA adapter cannot be served: %s", problem)
+    return problem or "another rank cannot serve the adapter; its log says why"
 
 
 class Entering:
