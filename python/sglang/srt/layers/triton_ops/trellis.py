@@ -166,8 +166,6 @@ def hadamard(rows, cols):
     return (0x3C00 | (parity << 15)).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
-AT_ONCE: tl.constexpr = tl.constexpr(4)
-"""Parts of a product that are loaded at once."""
 ROOT: tl.constexpr = tl.constexpr(0.08838834764831845)
 """1 / sqrt(128)."""
 LARGEST: tl.constexpr = tl.constexpr(65504.0)
@@ -297,11 +295,12 @@ def transform_outputs_kernel(
     columns,
     splits,
     BLOCK_M: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     ROUTED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums of parts, transformed, times their scales: a block of columns."""
+    """Sums of parts, AT_ONCE of which are loaded at once, transformed, times their scales: a block of columns."""
     block = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = block * BLOCK + tl.arange(0, BLOCK)
@@ -322,7 +321,7 @@ def transform_outputs_kernel(
         scale = tl.load(svh + cols).to(tl.float32)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK), tl.float32)
     for first in range(0, splits, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):  # loads that do not wait for each other
+        for i in tl.static_range(AT_ONCE):
             split = first + i
             at = (split * T + rows[:, None]).to(tl.int64) * columns + cols[None, :]
             total += tl.load(parts + at, mask=there[:, None] & (split < splits), other=0.0).to(tl.float32)

@@ -33,6 +33,10 @@ MAX_ROWS = 16
 PRODUCT_TILE = {"num_warps": 1, "num_stages": 1}
 DECODE_TILE = {"num_warps": 1, "num_stages": 1}
 TRANSFORM_TILE = {"BLOCK_M": 16, "num_warps": 4, "num_stages": 1}
+TRANSFORM_MANY_TILE = {"BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
+"""For more than MAX_ROWS: each program makes the signs anew, which takes as long as the rest. With 64 rows it spills."""
+PARTS_AT_ONCE = 4
+"""Parts of a product of few rows that are loaded without waiting for each other."""
 PROGRAMS = 4096
 """Programs of one warp into which a product of few rows is split, if its columns allow."""
 LEAST_CHUNK = 256
@@ -138,10 +142,11 @@ def transform_inputs(
     """Fills out [modules, T, padded K] with x [T, K] times the scales of each module, transformed. `experts` [T]: the
     rows of `suh` for a row of `out`, which is made of row `number // per_row` of x."""
     num_modules, num_rows, size = out.shape
-    grid = (triton.cdiv(num_rows, TRANSFORM_TILE["BLOCK_M"]), size // BLOCK, num_modules)
+    tile = TRANSFORM_TILE if num_rows <= MAX_ROWS else TRANSFORM_MANY_TILE
+    grid = (triton.cdiv(num_rows, tile["BLOCK_M"]), size // BLOCK, num_modules)
     transform_inputs_kernel[grid](
         x, suh, suh if experts is None else experts, out, num_rows, x.shape[1], size, x.stride(0), per_row,
-        ROUTED=experts is not None, **TRANSFORM_TILE, **pdl.options(),
+        ROUTED=experts is not None, **tile, **pdl.options(),
     )  # fmt: skip
 
 
@@ -155,11 +160,12 @@ def transform_outputs(
 ) -> None:
     """Fills out [T, N] with the sums of parts [splits, T, columns], transformed, times scales; `experts` as above."""
     splits, num_rows, columns = parts.shape
-    grid = (triton.cdiv(num_rows, TRANSFORM_TILE["BLOCK_M"]), len(places))
+    tile, at_once = (TRANSFORM_TILE, PARTS_AT_ONCE) if num_rows <= MAX_ROWS else (TRANSFORM_MANY_TILE, 1)
+    grid = (triton.cdiv(num_rows, tile["BLOCK_M"]), len(places))
     transform_outputs_kernel[grid](
         parts, svh, svh if experts is None else experts, places, out if bias is None else bias, out, num_rows,
         out.stride(0), columns, splits,
-        ROUTED=experts is not None, HAS_BIAS=bias is not None, **TRANSFORM_TILE, **pdl.options(),
+        AT_ONCE=at_once, ROUTED=experts is not None, HAS_BIAS=bias is not None, **tile, **pdl.options(),
     )  # fmt: skip
 
 
