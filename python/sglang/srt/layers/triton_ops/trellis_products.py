@@ -34,7 +34,7 @@ PRODUCT_TILE = {"num_warps": 1, "num_stages": 1}
 DECODE_TILE = {"num_warps": 1, "num_stages": 1}
 TRANSFORM_TILE = {"BLOCK_M": 16, "num_warps": 4, "num_stages": 1}
 TRANSFORM_MANY_TILE = {"BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
-"""For more than MAX_ROWS: each program makes the signs anew, which takes as long as the rest. With 64 rows it spills."""
+"""For more than MAX_ROWS: each program makes the signs anew, which takes as long as the rest. 64 rows would spill."""
 PARTS_AT_ONCE = 4
 """Parts of a product of few rows that are loaded without waiting for each other."""
 PROGRAMS = 4096
