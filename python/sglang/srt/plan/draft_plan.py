@@ -53,8 +53,8 @@ class DraftPlan:
         total = rank_weight_bytes(self.weights, dtype, fp8_cache, features)
         draft, of_rank = self.description, self.weights
         if not draft.form.separate:
-            own = 0 if draft.model.embedding.on_host else self._embedding_rows
-            embeddings = own if draft.own_embedding else copies
+            rows = 0 if draft.model.embedding.on_host else self._embedding_rows
+            embeddings = rows if draft.own_embedding else copies
             total += front_bytes(of_rank, dtype, embeddings, head=draft.head_size > 0)
         return total
 
