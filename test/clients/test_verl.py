@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer, free_port, live_server
 from other_weights import write_other_weights
 from safetensors.torch import load_file
 
@@ -116,3 +116,16 @@ def test_the_client_that_waits(verl: SimpleNamespace, served: LiveServer) -> Non
     engine.release_memory_occupation()
     engine.resume_memory_occupation()
     assert engine.generate(input_ids=[3, 4, 5, 6], sampling_params=PARAMS)["output_ids"] == old
+
+
+def test_the_client_that_starts_the_server(verl: SimpleNamespace) -> None:
+    """In a process that is forked from the trainer's; flags have the names of SGLang's."""
+    given = {"model_path": DEFAULT_MODEL_PATH, "host": "127.0.0.1", "port": free_port(), "max_total_tokens": 2048}
+    engine = verl.Client(first_rank_in_node=True, gpu_id_step=1, **given)
+    try:
+        answer = engine.generate(input_ids=[3, 4, 5, 6], sampling_params=PARAMS)
+        assert len(answer["output_ids"]) == PARAMS["max_new_tokens"]
+    finally:
+        engine.shutdown()
+        engine.process.join(30)
+    assert engine.process.exitcode is not None
