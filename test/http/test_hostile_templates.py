@@ -102,7 +102,10 @@ def test_a_start_that_loops_in_a_template_is_refused(tmp_path: Path) -> None:
     server = LiveServer("--chat-template", str(tmp_path / "loops.jinja"), launch=HASTY)
     try:
         assert server.wait_exit() == 2
-        assert f"the chat template does not compile within {SECONDS} s" in server.log() and "--chat-template" in server.log()
+        assert (
+            f"the chat template does not compile within {SECONDS} s" in server.log()
+            and "--chat-template" in server.log()
+        )
         assert "Traceback" not in server.log()
     finally:
         server.end()
