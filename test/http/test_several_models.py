@@ -108,11 +108,11 @@ def test_upstream_and_unload(http: httpx.Client) -> None:
 
 def test_no_answer_is_cut_off(http: httpx.Client) -> None:
     """Streams of both models at once: each ends with all of its tokens."""
-    alone = {name: text(http, name, 200) for name in MODELS}
+    alone = {name: text(http, name, 80) for name in MODELS}
     answers: list[tuple[str, str]] = []
 
     def stream(name: str) -> None:
-        body = {"model": name, "prompt": "The harbour", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        body = {"model": name, "prompt": "The harbour", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
         with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
             events = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
         answers.append((name, "".join(yaml.safe_load(event)["choices"][0]["text"] for event in events)))

@@ -13,6 +13,9 @@ from sglang.embedded import ADAPTERS_PATH, EAGLE3_PATH
 
 FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup", "--max-total-tokens", "2048", "--enable-metrics")
 
+LONG = 150
+"""Tokens of an answer that is still being computed when the server is told to sleep."""
+
 
 @pytest.fixture(scope="module")
 def sleepy() -> Iterator[LiveServer]:
@@ -76,9 +79,9 @@ def test_words_of_vllm(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
 def test_requests_that_run(mode: str, http: httpx.Client) -> None:
-    alone = answer(http, 400).json()
+    alone = answer(http, LONG).json()
     replies: list[httpx.Response] = []
-    running = threading.Thread(target=lambda: replies.append(answer(http, 400)))
+    running = threading.Thread(target=lambda: replies.append(answer(http, LONG)))
     running.start()
     while http.get("/v1/loads").json()["aggregate"]["total_running_reqs"] == 0:
         assert running.is_alive()
@@ -90,7 +93,7 @@ def test_requests_that_run(mode: str, http: httpx.Client) -> None:
         assert said["meta_info"]["finish_reason"]["type"] == "abort"
     else:
         assert said["output_ids"] == alone["output_ids"]
-    assert answer(http, 400).json()["output_ids"] == alone["output_ids"]
+    assert answer(http, LONG).json()["output_ids"] == alone["output_ids"]
 
 
 def test_a_request_wakes_the_server() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked_servers import ForkedProgram, start_fork_server
 from rank_processes import run_ranks
 
 from sgl_kernel.test_custom_all_reduce import collectives, joined
-from sglang.srt.distributed import peer_setup
+from sglang.srt.distributed import peer_probe, peer_setup
 from sglang.srt.hardware.topology import Topology
 
 LINKS = "srt.distributed.fake_links:links"
@@ -20,6 +23,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def connect(rank: int, ranks: int, folder: str, library: str) -> None:
+    start_fork_server()
     group = joined(rank, ranks, folder)
     records: list[str] = []
     handler = logging.Handler()
@@ -27,12 +31,13 @@ def connect(rank: int, ranks: int, folder: str, library: str) -> None:
     peer_setup.logger.addHandler(handler)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
 
-    def connected(defect: str, load=lambda: collectives(library)):
+    def connected(defect: str, load=lambda: collectives(library), program=ForkedProgram):
         os.environ["FAKE_DEFECT"] = defect
         records.clear()
-        return peer_setup.connect(group, rank, Topology.SWITCH, 60.0, load, LINKS)
+        with patch.object(peer_probe.subprocess, "Popen", program):
+            return peer_setup.connect(group, rank, Topology.SWITCH, 60.0, load, LINKS)
 
-    links, reducer = connected("")
+    links, reducer = connected("", program=subprocess.Popen)  # to import torch takes it two seconds
     assert links.problem == "" and links.topology is Topology.SWITCH and reducer is not None and not records
     x = torch.full((2, 512), rank + 1.0)
     assert torch.equal(reducer.all_reduce(x), torch.full((2, 512), 3.0))

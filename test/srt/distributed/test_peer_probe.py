@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked_servers import ForkedProgram, start_fork_server
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import peer_checks, peer_links, peer_probe
@@ -105,12 +107,14 @@ def test_a_library_that_adds_wrongly_stops_the_start() -> None:
 
 
 def probe(rank: int, ranks: int, folder: str) -> None:
+    start_fork_server()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    for defect, expected in OF_PROCESSES.items():
-        os.environ["FAKE_DEFECT"] = defect
-        holds(defect, peer_probe.probe(dist.group.WORLD, 0, LINKS, LIMITS), expected)
+    with patch.object(peer_probe.subprocess, "Popen", ForkedProgram):  # to import torch takes them two seconds each
+        for defect, expected in OF_PROCESSES.items():
+            os.environ["FAKE_DEFECT"] = defect
+            holds(defect, peer_probe.probe(dist.group.WORLD, 0, LINKS, LIMITS), expected)
     dist.barrier()
     dist.destroy_process_group()  # whose threads must not outlive the process's end
 

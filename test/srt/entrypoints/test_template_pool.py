@@ -16,9 +16,10 @@ from forked_servers import forked_children
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.template_pool import TemplateLimits, TemplatePool
+from sglang.srt.entrypoints.openai.template_pool import TemplateLimits, TemplatePool, template_limits
 from sglang.srt.entrypoints.openai.template_process import TemplateSource
 from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
 
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 BY_WORD = (
@@ -58,6 +59,10 @@ def said(content: Any, **fields: Any) -> ChatCompletionRequest:
 
 async def texts(pool: TemplatePool, *bodies: ChatCompletionRequest, is_long: bool = False) -> list[str]:
     return await pool.render(bodies, is_long)
+
+
+async def test_a_server_s_templates_have_ten_seconds() -> None:
+    assert template_limits(ServerArgs(model_path="any"), 4096).seconds == 10
 
 
 async def test_texts_in_order(make: Make) -> None:
