@@ -52,7 +52,7 @@ def test_an_image_and_a_video_in_one_prompt() -> None:
     image, frames = [IMAGE] * 3, [VIDEO] * 2
     assert expanded == [1, START, *image, END, 2, 7, START, *frames, END, 8, START, *frames, END, 3]
     assert [item.spans for item in items] == [[(2, 5)], [(9, 11), (14, 16)]]
-    assert [item.spans for item in moved(items, 10)] == [[(12, 15)], [(19, 21), (24, 26)]]
+    assert [item.spans for item in moved(items, 10, QWEN)] == [[(12, 15)], [(19, 21), (24, 26)]]
     assert [whole_items(items, length) for length in (2, 5, 9, 16)] == [[], items[:1], items[:1], items]
     for length in (3, 10, 13):
         with pytest.raises(RequestError, match="lies across"):
