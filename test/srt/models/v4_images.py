@@ -1,5 +1,6 @@
-"""DeepSeek-V4's vision edition: layers of transformers' class, which reads texts alone, with masks, experts and features
-of images as the checkpoint's inference code is described; small random checkpoints with the published names; prompts."""
+"""DeepSeek-V4's vision edition: layers of transformers' class, which reads texts alone, with masks, experts and
+features of images as the checkpoint's inference code is described; small random checkpoints with the published names;
+prompts."""
 
 from __future__ import annotations
 

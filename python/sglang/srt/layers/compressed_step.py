@@ -166,7 +166,9 @@ def _with_images(entries: EntryRows, images: ImageRuns, tokens: int) -> Selectio
     """Selects as `EntryRows.last`, and the whole of its run for each of the images' tokens."""
     runs = images.rows
     lens = torch.tensor(runs.new_lens_cpu, device=images.tokens.device)
-    begins, ends = (of.repeat_interleave(lens, output_size=len(images.tokens)) for of in (runs.prefix_lens, runs.seq_lens))
+    begins, ends = (
+        of.repeat_interleave(lens, output_size=len(images.tokens)) for of in (runs.prefix_lens, runs.seq_lens)
+    )
     first, counts = (entries.counts - tokens).clamp(min=0), entries.counts.clone()
     first[images.tokens] = torch.minimum(first[images.tokens], begins.to(first.dtype))
     counts[images.tokens] = ends.to(counts.dtype)

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.moe.reference import TOPK_HASH, TOPK_SIGMOID, TOPK_SOFTMAX, TOPK_SQRTSOFTPLUS, ImageCorrection, Routing
+from sglang.srt.blocks.moe.reference import (
+    TOPK_HASH,
+    TOPK_SIGMOID,
+    TOPK_SOFTMAX,
+    TOPK_SQRTSOFTPLUS,
+    ImageCorrection,
+    Routing,
+)
 from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.errors import UserError
 from sglang.srt.layers.ops import LINEAR

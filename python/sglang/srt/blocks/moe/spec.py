@@ -39,8 +39,8 @@ class Router:
         sinks: number of shared experts that are scored with the routed ones; their scores count in the sum and weight
             their outputs
         scaled: a number in the checkpoint multiplies all weights
-        image_correction: the last component of the name of the bias that takes the place of `correction`, or of the hash
-            table, for image tokens (`image_token`; None: images are not served, and it is not read)
+        image_correction: the last component of the name of the bias that takes the place of `correction`, or of the
+            hash table, for image tokens (`image_token`; None: images are not served, and it is not read)
     """
 
     top_k: int

@@ -37,14 +37,14 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedRowsTower(DeepseekVitTower):
-    """V4.1's encoder whose tokens stand in pairs of rows. `most_tokens`: of an image."""
+    """V4.1's encoder whose tokens stand in pairs of rows. `max_tokens`: of an image."""
 
-    most_tokens: int
+    max_tokens: int
     prefixes: ClassVar[tuple[str, ...]] = (*DeepseekVitTower.prefixes, PAD)
 
     @property
     def longest_run(self) -> int:
-        return self.most_tokens
+        return self.max_tokens
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         return grid[0] * (FILL + paired_tokens(*self.squares(grid)))
@@ -71,4 +71,4 @@ def describe_paired_rows(outer: ConfigReader, vision: ConfigReader) -> PairedRow
     """Describes the encoder of a config. Raises UserError for a missing key."""
     vision.positive("min_pixels")  # read by the processor, which has no default for it
     keys = describe_vit(vision, outer.positive("hidden_size"))
-    return PairedRowsTower(**keys, most_tokens=vision.positive("max_image_tokens"))
+    return PairedRowsTower(**keys, max_tokens=vision.positive("max_image_tokens"))

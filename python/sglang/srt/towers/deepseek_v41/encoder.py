@@ -17,7 +17,6 @@ from sglang.srt.towers.base.patch_places import ROW_BY_ROW, Grid, frame_starts, 
 from sglang.srt.towers.base.pieces import Cuts
 from sglang.srt.towers.deepseek_v41.spec import ALIGNER, END, NEW_LINE, START, TOWER, DeepseekVitTower
 
-
 AnyVit = TypeVar("AnyVit", bound=DeepseekVitTower)
 
 
