@@ -110,19 +110,18 @@ class TopK:
     def _with_images(self, of_texts: Routing, logits: torch.Tensor, batch: ForwardBatch) -> Routing:
         """Returns the routing of a table of ids, but for tokens of images that of scores, which all ids share."""
         spec = self.spec
-        by_score = self.by_score
-        assert by_score is not None
-        of_images = by_score(
+        assert self.by_score is not None and spec.image_token is not None
+        of_images = self.by_score(
             logits,
             self.image_correction,
             spec.top_k,
             True,
             scale=spec.scale,
             with_shared=self.with_shared,
-            num_valid=None if batch is None else batch.num_valid_tokens,
+            num_valid=batch.num_valid_tokens,
             expert_map=self.expert_map,
         )
-        pictured = (batch.input_ids == spec.image_token)[:, None]
+        pictured = torch.eq(batch.input_ids, spec.image_token)[:, None]
         weights, ids = (torch.where(pictured, a, b) for a, b in zip(of_images, of_texts, strict=True))
         return weights, ids
 
