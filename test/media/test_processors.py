@@ -417,8 +417,12 @@ def test_pictures_of_deepseek_v4_vision(tmp_path: Path) -> None:
     for size in ((640, 480), (3000, 20), (30, 3000)):
         got = image_processor(fewer)(picture(*size))
         assert got.grid[1:] == v4_size(*size, 40) and got.num_tokens <= 40
-    with pytest.raises(UserError, match="max_image_tokens must be 16 or more"):
-        read_processor_files(tmp_path, "deepseek_v4", '{"image": {"max_image_tokens": 15}}', OF_V4)
+    for limit in (15, 385):
+        given = json.dumps({"image": {"max_image_tokens": limit}})
+        with pytest.raises(UserError, match=f"max_image_tokens must be from 16 to 384 for this model; got {limit}"):
+            read_processor_files(tmp_path, "deepseek_v4", given, OF_V4)
+    with pytest.raises(UserError, match="language-model-only"):
+        read_processor_files(tmp_path, "deepseek_v4", "{}", {"vision_n_layers": 0})
 
 
 def test_settings_of_deepseek_v41_are_in_its_config(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from sglang.srt.towers.pictures.processor import Processor
 _LEAST = 16
 """Fewest tokens of an image that a limit may name: a pair of rows, the marks around it and what fills them up."""
 
+_MOST = "tokens of the longest image"
+"""Setting that holds the limit of config.json, within which that of a server is: memory is planned for it."""
+
 
 def _tokens(columns: int, rows: int, merge: int) -> int:
     """Counts, beside those of the image, the most that fill the prompt before it."""
@@ -50,13 +53,14 @@ def _pairs_within(tokens: int, width: float, height: float, patch: int, merge: i
 
 def _check(settings: Settings) -> None:
     check_limits(settings)
-    maximum = settings.get("max_image_tokens", _LEAST)
-    if maximum < _LEAST:
-        raise UserError(f"max_image_tokens must be {_LEAST} or more for this model; got {maximum}.")
+    maximum, most = settings.get("max_image_tokens", _LEAST), settings.get(_MOST)
+    if maximum < _LEAST or (most is not None and maximum > most):
+        raise UserError(f"max_image_tokens must be from {_LEAST} to {most} for this model; got {maximum}.")
 
 
 def _keys(config: Mapping[str, Any]) -> Settings:
-    return flat_keys(config) or {}
+    keys = flat_keys(config)
+    return {} if keys is None else {**keys, _MOST: keys.get("max_image_tokens")}
 
 
 PROCESSOR = Processor(views=views_of(_fit, _tokens), keys=_keys, check=_check)
