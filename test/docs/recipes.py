@@ -56,6 +56,7 @@ CONFIGS = {
     "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4": "Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4",
     "DeepSeek-V3.2": "deepseek_v32",
     "DeepSeek-V4-Flash": "deepseek_v4",
+    "DeepSeek-V4-Flash-Vision-Exp": "DeepSeek-V4-Flash-Vision-Exp",
     "DeepSeek-V4.1-Flash": "DeepSeek-V4.1-Flash",
     "Hy3-FP8": "Hy3-FP8",
     "Hy3-NVFP4": "Hy3-NVFP4",

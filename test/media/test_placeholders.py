@@ -45,6 +45,26 @@ def expand(ids: list[int], media: list[PlacedMedia], tokens: MediaTokens) -> tup
     return expanded.tolist(), items
 
 
+@pytest.mark.parametrize("before", range(9))
+def test_images_begin_at_multiples(before: int) -> None:
+    """Of DeepSeek-V4's vision edition: of what fills the prompt before an image there is as much as it takes, and a
+    prompt that begins elsewhere would need another number."""
+    tokens = MediaTokens("deepseek_v4", IMAGE, fill=3)
+    expanded, items = expand([*[7] * before, IMAGE, 8, IMAGE], [placed("image", 9), placed("image", 9)], tokens)
+    (first,), (second,) = (item.spans for item in items)
+    for begin, end in (first, second):
+        assert end - begin == 9 - begin % 4 and (end - 5) % 4 == 0
+    assert (
+        first[0] == before
+        and second[0] == first[1] + 1
+        and expanded.count(IMAGE) == sum(end - begin for begin, end in (first, second))
+    )
+    assert moved(items, 8, tokens)[0].spans == [(first[0] + 8, first[1] + 8)]
+    with pytest.raises(RequestError, match="without session_params"):
+        moved(items, 5, tokens)
+    assert moved([], 5, tokens) == []
+
+
 def test_an_image_and_a_video_in_one_prompt() -> None:
     ids = [1, START, IMAGE, END, 2, START, VIDEO, END, 3]
     media = [placed("image", 3), placed("video", [7, START], 2, [END, 8, START], 2, [END])]
@@ -52,7 +72,7 @@ def test_an_image_and_a_video_in_one_prompt() -> None:
     image, frames = [IMAGE] * 3, [VIDEO] * 2
     assert expanded == [1, START, *image, END, 2, 7, START, *frames, END, 8, START, *frames, END, 3]
     assert [item.spans for item in items] == [[(2, 5)], [(9, 11), (14, 16)]]
-    assert [item.spans for item in moved(items, 10)] == [[(12, 15)], [(19, 21), (24, 26)]]
+    assert [item.spans for item in moved(items, 10, QWEN)] == [[(12, 15)], [(19, 21), (24, 26)]]
     assert [whole_items(items, length) for length in (2, 5, 9, 16)] == [[], items[:1], items[:1], items]
     for length in (3, 10, 13):
         with pytest.raises(RequestError, match="lies across"):

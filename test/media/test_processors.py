@@ -369,6 +369,62 @@ def test_pictures_of_deepseek_v41(changed: dict[str, Any]) -> None:
         assert got.num_tokens == -(-rows // merge) * (-(-columns // merge) + 1) + 2 <= words["max_image_tokens"]
 
 
+OF_V4 = {
+    "vision_n_layers": 32, "vision_patch_size": 14, "vision_downsample_ratio": 3, "vision_max_n_token": 384,
+    "vision_min_pixels": 147456, "vision_max_wh_ratio": 8,
+}  # fmt: skip
+
+
+def paired(rows: int, columns: int) -> int:
+    """Tokens of a picture and of the three before it, of so many patches a side: pairs of rows of squares, each with
+    one more, up to a multiple of 4, between two marks."""
+    down, across = -(-rows // 3), -(-columns // 3)
+    inside = (down + down % 2) * (across + 1)
+    return 3 + 2 + inside + (-inside) % 4
+
+
+def v4_size(width: int, height: int, most: int) -> tuple[int, int]:
+    """Rows and columns of patches, written from the description: as V4.1's, with an even number of rows where a picture
+    shrinks, to fewer and fewer tokens until those of its pairs are few enough."""
+    width = min(width, 8 * height)
+    if width * height < 147456:
+        ratio = math.sqrt(147456 / (width * height))
+        width, height = int(width * ratio), int(height * ratio)
+    rows, columns, budget = -(-height // 14), -(-width // 14), most - 3
+    while paired(rows, columns) > most:
+        across = math.sqrt((budget - 2) * width / height + 0.25) - 0.5
+        down = across * height / width
+        if across < 1:
+            rows, columns = (budget - 2) // 4 * 2 * 3, 3
+        elif down < 2:
+            rows, columns = 6, ((budget - 2) // 2 - 1) * 3
+        else:
+            scale = min(int(across) * 42 / width, int(down) // 2 * 2 * 42 / height)
+            rows, columns = int(height * scale / 14), int(width * scale / 14)
+        budget -= 1
+    return rows, columns
+
+
+def test_pictures_of_deepseek_v4_vision(tmp_path: Path) -> None:
+    files = read_processor_files(tmp_path, "deepseek_v4", "{}", OF_V4)
+    process = image_processor(files)
+    for size in ((640, 480), (504, 420), (1400, 1000), (3000, 20), (30, 3000), (100, 4200), (4096, 4096), (147, 147)):
+        got = process(picture(*size))
+        rows, columns = v4_size(*size, 384)
+        assert got.grid == (1, rows, columns) and got.num_tokens == paired(rows, columns) <= 384, size
+        assert got.pixels.shape == (rows * columns, 588)
+    fewer = read_processor_files(tmp_path, "deepseek_v4", '{"image": {"max_image_tokens": 40}}', OF_V4)
+    for size in ((640, 480), (3000, 20), (30, 3000)):
+        got = image_processor(fewer)(picture(*size))
+        assert got.grid[1:] == v4_size(*size, 40) and got.num_tokens <= 40
+    for limit in (15, 385):
+        given = json.dumps({"image": {"max_image_tokens": limit}})
+        with pytest.raises(UserError, match=f"max_image_tokens must be from 16 to 384 for this model; got {limit}"):
+            read_processor_files(tmp_path, "deepseek_v4", given, OF_V4)
+    with pytest.raises(UserError, match="language-model-only"):
+        read_processor_files(tmp_path, "deepseek_v4", "{}", {"vision_n_layers": 0})
+
+
 def test_settings_of_deepseek_v41_are_in_its_config(tmp_path: Path) -> None:
     """Published checkpoints have no files for processors; those that transformers writes have a `size` of pixels and
     tokens."""

@@ -55,6 +55,7 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("tool_call_parser", "muse_glimmer"): "muse",
     ("tool_call_parser", "nanbeige"): "qwen3_coder",
     ("tool_call_parser", "step3p5"): "qwen3_coder",
+    ("tool_call_parser", "step5"): "qwen3_coder",
     ("tool_call_parser", "trinity"): "qwen25",
     ("tool_call_parser", "qwen3_xml"): "qwen3_coder",
     ("tool_call_parser", "deepseek-v41"): "deepseekv41",
@@ -76,6 +77,7 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("reasoning_parser", "poolside_v1"): "qwen3",
     ("reasoning_parser", "step3"): "deepseek-r1",
     ("reasoning_parser", "step3p5"): "deepseek-r1",
+    ("reasoning_parser", "step5"): "deepseek-r1",
     ("reasoning_parser", "trinity"): "qwen3",
 }
 """(field, value) -> our name of the same thing."""

@@ -31,12 +31,14 @@ MODELS = {
     "v32": ("DeepseekV32ForCausalLM", "deepseek-ai/DeepSeek-V3.2"),
     "v4": ("DeepseekV4ForCausalLM", "deepseek-ai/DeepSeek-V4-Flash"),
     "0731": ("DeepseekV4ForCausalLM", "/models/DeepSeek-V4-Flash-0731"),
+    "vision": ("DeepseekV4ForCausalLM", "deepseek-ai/DeepSeek-V4-Flash-Vision-Exp"),
     "v41": ("DeepseekV41ForCausalLM", "deepseek-ai/DeepSeek-V4.1-Flash"),
 }
 FORMATS = {
     "v32": ("deepseekv32", "deepseek-v3"),
     "v4": ("deepseekv4", "deepseek-v4"),
     "0731": ("deepseekv4", "deepseek-v4"),
+    "vision": ("deepseekv4", "deepseek-v4"),
     "v41": ("deepseekv41", "deepseek-v4"),
 }
 BOS, EOS, USER, ASSISTANT, SYSTEM = (
@@ -146,7 +148,7 @@ Otherwise, output directly after </think> with tool calls or final response.
 You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """  # noqa: E501
 TOOLS_V41 = TOOLS_V4.replace("｜DSML｜", "｜DSML｜ ").replace(" tool_calls", " calls")
-TOOLS = {"v32": TOOLS_V32, "v4": TOOLS_V4, "0731": TOOLS_V4, "v41": TOOLS_V41}
+TOOLS = {"v32": TOOLS_V32, "v4": TOOLS_V4, "0731": TOOLS_V4, "vision": TOOLS_V4, "v41": TOOLS_V41}
 
 ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -193,7 +195,8 @@ def test_one_question() -> None:
 def test_efforts(effort: str, of_v4: str, of_0731: str, of_v41: int) -> None:
     messages, rest = [system("S"), user("Hi")], f"S{USER}Hi{ASSISTANT}<think>"
     assert render("v4", messages, reasoning_effort=effort) == BOS + of_v4 + rest
-    assert render("0731", messages, reasoning_effort=effort) == BOS + of_0731 + rest
+    for model in ("0731", "vision"):
+        assert render(model, messages, reasoning_effort=effort) == BOS + of_0731 + rest
     number = OF_75.replace("75", str(of_v41))
     assert render("v41", messages, reasoning_effort=effort) == BOS + number + rest
 
@@ -354,8 +357,9 @@ def test_parts_and_images() -> None:
     parts = [{"type": "text", "text": f"This is no {IMAGE}:"}, image, {"type": "text", "text": "What is it?"}]
     off: dict[str, Any] = {"chat_template_kwargs": {"thinking": False}}
     shown = f"This is no <|deepseek_image|>:\n\n{IMAGE}\n\nWhat is it?"
-    assert render("v41", [user(parts)], **off) == f"{BOS}{USER}{shown}{ASSISTANT}</think>"
-    for model in ("v4", "v41"):
+    for model in ("vision", "v41"):
+        assert render(model, [user(parts)], **off) == f"{BOS}{USER}{shown}{ASSISTANT}</think>"
+    for model in ("v4", "vision", "v41"):
         assert render(model, [user([parts[2], parts[2]])], **off) == (
             f"{BOS}{USER}What is it?\n\nWhat is it?{ASSISTANT}</think>"
         )
@@ -365,11 +369,10 @@ def test_parts_and_images() -> None:
         render("v32", [user(parts)])
     # Pictures come in the order of the messages, and so their results stay in it.
     results = [result("c2", [image]), result("c1", "sunny"), result("c0", IMAGE)]
-    prompt = render("v41", [user("a"), CALLS, *results], **off)
     blocks = [IMAGE, "sunny", "<|deepseek_image|>"]
-    assert prompt.endswith(
-        USER + "\n\n".join(f"<tool_result>{block}</tool_result>" for block in blocks) + f"{ASSISTANT}</think>"
-    )
+    shown = "\n\n".join(f"<tool_result>{block}</tool_result>" for block in blocks)
+    for model in ("vision", "v41"):
+        assert render(model, [user("a"), CALLS, *results], **off).endswith(f"{USER}{shown}{ASSISTANT}</think>")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -416,6 +419,8 @@ def test_where_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
         ("deepseek-ai/DeepSeek-V4-Flash-0731", "0731"),
         ("/hub/models--deepseek-ai--DeepSeek-V4-Pro-0813/snapshots/0a", "0731"),
         ("/models/flash_0731-fp8/", "0731"),
+        ("/hub/models--deepseek-ai--DeepSeek-V4-Flash-Vision-Exp/snapshots/0a", "vision"),
+        ("/models/Visionary/DeepSeek-V4-Flash", "first"),
         ("/models/20260731/DeepSeek-V4-Flash", "first"),
         ("/models/2026-0731/DeepSeek-V4-Flash", "first"),
         ("/hub/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/6f0731c2", "first"),

@@ -27,7 +27,10 @@ UPSTREAM_NAMES = {
         qwen3-thinking response_template step3 step3p5""",
 }
 """Of SGLang 0.5.23."""
-OTHER_NAMES = {"tool_call_parser": "qwen3 deepseek-v41", "reasoning_parser": "granite trinity lfm2 minicpm5 gigachat3"}
+OTHER_NAMES = {
+    "tool_call_parser": "qwen3 deepseek-v41 step5",
+    "reasoning_parser": "step5 granite trinity lfm2 minicpm5 gigachat3",
+}
 
 
 def test_flags_name_every_format() -> None:

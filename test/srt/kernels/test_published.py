@@ -52,6 +52,7 @@ FAMILIES_OF_2026 = {
     "qwen38_flash_next_nvfp4": ((2, 1), (4, 1)),
     "deepseek_v4": ((2, 1), (4, 1), (8, 1)),
     "DeepSeek-V4-Flash-FP8": ((4, 1), (8, 1)),
+    "DeepSeek-V4-Flash-Vision-Exp": ((2, 1), (4, 1), (8, 1)),
     "DeepSeek-V4-Flash-NVFP4": ((2, 1), (4, 1), (8, 1)),
     "GLM-5.3-Flash-NVFP4": ((4, 1), (2, 3), (8, 1)),
     "Hy3-NVFP4": ((2, 1), (4, 1)),

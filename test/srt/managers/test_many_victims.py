@@ -119,7 +119,7 @@ def test_a_chunk_looks_at_its_own_images(monkeypatch: pytest.MonkeyPatch) -> Non
         for i in range(1000)
     ]
     description: Any = SimpleNamespace(
-        tower=SimpleNamespace(pooled_frames=1), num_tokens=lambda grid: 2, both_ways=True, sections=False
+        tower=SimpleNamespace(pooled_frames=1), num_tokens=lambda grid: 2, both_ways=True, sections=False, fill=0
     )
     media = PromptMedia(items, 4000, description)  # type: ignore[arg-type]
     monkeypatch.setattr(prompt_media.np, "searchsorted", search)

@@ -131,7 +131,7 @@ def test_a_run_that_must_not_be_cut_is_computed_with_however_many_log_probabilit
     item: Any = SimpleNamespace(
         spans=[(20, 20 + run)], grid=(1, run, 1), pixels=SimpleNamespace(shape=[run]), digest=b"d" * 32, kind="image"
     )
-    description: Any = SimpleNamespace(tower=tower, num_tokens=lambda grid: run, both_ways=True, sections=False)
+    description: Any = SimpleNamespace(tower=tower, num_tokens=lambda grid: run, both_ways=True, sections=False, fill=0)
     req: Any = SimpleNamespace(
         tokens=[0] * length, limit=500, slot=0, media=PromptMedia([item], length, description), prompt_len=length,
         logprob_start=0, prompt_logprobs_done=0, logprob_width=1024, wants_prompt_logprobs=True,

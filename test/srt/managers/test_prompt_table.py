@@ -74,7 +74,7 @@ def test_all_arrays_of_a_prompt_with_media_count() -> None:
     count = 100_000
     description: Any = SimpleNamespace(
         tower=SimpleNamespace(pooled_frames=1), num_tokens=lambda grid: count, both_ways=False, sections=(1, 1, 1),
-        merge=2, positions_a_second=0,
+        fill=0, merge=2, positions_a_second=0,
     )  # fmt: skip
     pixels = SimpleNamespace(shape=[4 * count])
     item: Any = SimpleNamespace(spans=[(0, count)], grid=(1, 2000, 200), digest=bytes(32), pixels=pixels, kind="image")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,20 @@ import pytest
 import torch
 
 from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.blocks.region_sparse.spec import RegionSparse
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
+from sglang.srt.layers.quantization import reference
+from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.weight_spec import Matrix
 
 from .harness import TinyRunner, plan_for
 from .ling3_reference import save
 from .ranks_alike import assert_ranks_alike
 from .step5_reference import CONFIG, Step5, weights
 from .test_ling3 import CLOSE, TOKENS, steps
+from .test_quantized import TOLERANCE
 
 SPARSE = CONFIG["sparse_config"]
 
@@ -28,6 +35,35 @@ def test_logits_of_the_reference(tmp_path: Path) -> None:
     runner, want = TinyRunner(plan), Step5(tensors, CONFIG).logits(TOKENS)
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **CLOSE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+
+
+ROUNDED = re.compile(r".*(?<!\.g)_proj\.weight")
+
+
+def test_experts_in_one_tensor_are_quantized_while_they_are_loaded(tmp_path: Path) -> None:
+    """With --quantization fp8: those of each matrix of all experts, each row with its scale, and the shared one."""
+    tensors = weights()
+    plan = plan_for(save(tmp_path, CONFIG, tensors), quantization="fp8")
+    moe = next(layer.ffn for layer in plan.description.layers if isinstance(layer.ffn, MoE))
+    parts = moe.weights(plan.description.hidden_size, ONE_RANK, moe.intermediate_size)
+    matrices = [part for part in parts if isinstance(part, Matrix)]
+    wide = [matrix.name for matrix in matrices if plan.description.quant_of(1, matrix) is None]
+    assert wide == ["moe.router"] and {"moe.w13", "moe.w2", "moe.shared.down"} <= {part.name for part in matrices}
+    scheme = SCHEMES["fp8_channel"]
+
+    def stands_for(matrix: torch.Tensor) -> torch.Tensor:
+        return reference.dequantize(reference.quantize(matrix, scheme), scheme)
+
+    rounded = {
+        name: torch.stack([stands_for(one) for one in tensor]) if tensor.ndim == 3 else stands_for(tensor)
+        for name, tensor in tensors.items()
+        if ROUNDED.fullmatch(name)
+    }
+    assert sum(".moe." in name for name in rounded) == 6
+    runner = TinyRunner(plan)
+    want = TinyRunner(plan_for(save(tmp_path / "rounded", CONFIG, tensors | rounded)))
+    torch.testing.assert_close(steps(runner), steps(want), **TOLERANCE)
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 

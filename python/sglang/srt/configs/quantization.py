@@ -105,7 +105,10 @@ SPELLINGS: Mapping[str, Spelling] = {
 }
 """Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
 
-_BLOCKS = ("self_attn", "linear_attn", "mixer", "mlp", "block_sparse_moe", "feed_forward", "experts")
+_BLOCKS = (
+    *("self_attn", "linear_attn", "mixer", "mlp", "block_sparse_moe", "feed_forward", "experts"),
+    *("moe", "share_expert"),
+)
 """Names of the modules that hold a layer's projections, in the checkpoints of the families."""
 
 EXPERT_PRECISIONS: Mapping[str, str] = {"bf16": "mxfp4", "fp8": "mxfp4_mxfp8"}

@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.openai.protocol import Int, Positive
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.media.expansion import moved, whole_items
+from sglang.srt.managers.front.media.media_tokens import MediaTokens
 from sglang.srt.managers.front.native_events import NativeEvents
 from sglang.srt.managers.front.native_output import is_list
 from sglang.srt.managers.front.sessions import SessionStore, Turn
@@ -146,6 +147,10 @@ async def begin_turn(
         _release(manager, new_media)  # the turn holds them by now
 
 
+def _media_tokens(manager: TokenizerManager) -> MediaTokens | None:
+    return None if manager.media is None else manager.media.tokens
+
+
 def _release(manager: TokenizerManager, media: list[MediaItem]) -> None:
     if manager.media is not None:
         manager.media.files.release(media)
@@ -168,7 +173,7 @@ async def _begun(
     call.text, call.input_ids = None, await manager.preparer.input_ids(np.concatenate((kept, new)))
     if _previous(store, params) is not previous:
         raise RequestError(f"The session {params.id!r} went on meanwhile; send this again.")
-    call.media, call.media_items = None, [*old_media, *moved(new_media, len(kept))]
+    call.media, call.media_items = None, [*old_media, *moved(new_media, len(kept), _media_tokens(manager))]
     rid = call.rid = str(call.rid or uuid.uuid4().hex)
     parent = None if previous is None else previous.rid
     turn = Turn(rid, parent, call.input_ids, len(call.input_ids), media=call.media_items)
@@ -203,4 +208,4 @@ async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: boo
     the caller must release."""
     ids, media = await manager.preparer.prompt_ids(call, add_special_tokens=begins)
     bos = None if manager.tokenizer is None else manager.tokenizer.bos_token_id
-    return (ids, media) if begins or ids[0] != bos else (ids[1:], moved(media, -1))
+    return (ids, media) if begins or ids[0] != bos else (ids[1:], moved(media, -1, _media_tokens(manager)))

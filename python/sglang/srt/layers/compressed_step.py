@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.layers.rotary_embedding import RotaryTable
-    from sglang.srt.layers.step_rows import ExtendRows
+    from sglang.srt.layers.step_rows import ExtendRows, ImageRuns
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
 
@@ -147,9 +147,12 @@ class CompressedStep:
         return self._angles[rotary.spec]
 
     def window(self, batch: ForwardBatch, cache: CacheStore, tokens: int) -> Selection:
-        """Selects the last `tokens` tokens up to each token itself. Caches of the same window share a row table."""
+        """Selects the last `tokens` tokens up to each token itself; for tokens of images that are seen both ways also
+        the rest of the image. Caches of the same window share a row table."""
         if tokens not in self._windows:
-            self._windows[tokens] = self.entries(batch, cache, 1).last(tokens)
+            images = None if batch.extend is None else batch.extend.images
+            entries = self.entries(batch, cache, 1)
+            self._windows[tokens] = entries.last(tokens) if images is None else _with_images(entries, images, tokens)
         return self._windows[tokens]
 
     def all(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> Selection:
@@ -157,6 +160,20 @@ class CompressedStep:
         if rate not in self._all:
             self._all[rate] = self.entries(batch, cache, rate).all()
         return self._all[rate]
+
+
+def _with_images(entries: EntryRows, images: ImageRuns, tokens: int) -> Selection:
+    """Selects as `EntryRows.last`, and the whole of its run for each of the images' tokens."""
+    runs = images.rows
+    lens = torch.tensor(runs.new_lens_cpu, device=images.tokens.device)
+    begins, ends = (
+        of.repeat_interleave(lens, output_size=len(images.tokens)) for of in (runs.prefix_lens, runs.seq_lens)
+    )
+    first, counts = (entries.counts - tokens).clamp(min=0), entries.counts.clone()
+    first[images.tokens] = torch.minimum(first[images.tokens], begins.to(first.dtype))
+    counts[images.tokens] = ends.to(counts.dtype)
+    width = min(tokens - 1 + max(runs.new_lens_cpu), entries.max_count)
+    return replace(entries, counts=counts).since(first, width)
 
 
 def compressed_step(batch: ForwardBatch) -> CompressedStep:

@@ -429,7 +429,7 @@ def _image_runs(extend: ExtendRows, arrays: DeviceArrays, runs: MediaRuns, num_d
         runs.starts.tolist(),
         (runs.starts + runs.lens).tolist(),
     )
-    return ImageRuns(arrays["media_tokens"] + num_decodes, rows)
+    return ImageRuns(arrays["run_tokens"] + num_decodes, rows)
 
 
 def _prompts(step: StepInput) -> PromptTokens:

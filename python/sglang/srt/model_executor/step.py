@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class MediaRuns:
     """S runs of placeholder tokens that attend in both directions. Per run: the index of its prompt (among P), its
-    first position and its length. A run that is not cached lies in the step as a whole."""
+    first position and its length. A run that is not cached lies in the step as a whole. `tokens`: those of all runs, of
+    the step's N prompt tokens."""
 
     prompts: np.ndarray  # [S] int64
     starts: np.ndarray  # [S] int32
     lens: np.ndarray  # [S] int32
+    tokens: np.ndarray  # [sum of lens] int64
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ class MediaTokens:
     )  # [sections, N] int64, as `ForwardBatch.mrope_positions`; None: positions have no sections
     tokens: np.ndarray  # [M] int64, of the N tokens: those whose inputs are features
     sources: list[tuple[MediaItem, np.ndarray]]  # items, and which of their rows [m] int64, together M
-    runs: MediaRuns | None = None  # of the M tokens, in their order; None: images attend as text does
+    runs: MediaRuns | None = None  # of some of the M tokens, in order; None: images attend as text does
 
 
 @dataclass(slots=True)
@@ -267,8 +269,8 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
     With pairs of texts also segments [T], as in `PromptTokens`.
 
     With images also media_tokens and feature_rows [M], and sections [3, N] for the N prompt tokens, as in
-    `MediaTokens`; for their runs run_slots, run_ends, run_starts [S] and run_locs [S + 1] (each run's first of the M
-    tokens, then M).
+    `MediaTokens`; for their runs run_tokens [K], run_slots, run_ends, run_starts [S] and run_locs [S + 1] (each run's
+    first of the K tokens, then K).
     """
     count, prompts = step.num_decodes, step.prompts
     arrays = {"decode_slots": step.slots[:count], "decode_lens": step.seq_lens[:count]}
@@ -301,6 +303,7 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
             arrays["sections"] = prompts.media.positions
         if prompts.media.runs is not None:
             runs = prompts.media.runs
+            arrays["run_tokens"] = runs.tokens
             arrays["run_slots"] = step.slots[count:][runs.prompts]
             arrays["run_starts"], arrays["run_ends"] = runs.starts, runs.starts + runs.lens
             arrays["run_locs"] = np.concatenate(([0], np.cumsum(runs.lens))).astype(np.int32)

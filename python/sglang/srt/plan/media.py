@@ -21,6 +21,7 @@ class MediaDescription:
     tower: the encoder
     positions_a_second: distance in time of the frames of one run of placeholders; 0: frames are 1 apart
     both_ways: the placeholders of a run attend to each other in both directions, in layers with a window
+    fill: number of an item's first tokens of which some are left out (`PromptForm.fill`), and which see no later ones
     plain_token: the token whose per-layer embedding placeholders have
     """
 
@@ -30,6 +31,7 @@ class MediaDescription:
     tower: Tower
     positions_a_second: int = 0
     both_ways: bool = False
+    fill: int = 0
     plain_token: int = 0
 
     @property
@@ -87,15 +89,17 @@ def describe_media(config: Mapping[str, Any], by_class: bool = False) -> MediaDe
     if record is None:
         return None
     outer = ConfigReader(config, "config.json")
-    inner = ConfigReader(config["vision_config"], "config.json vision_config")
+    inner = ConfigReader(record.keys(config) or {}, "config.json vision_config")
     text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")
     image, video = placeholders(config)
+    tower = record.describe(outer, inner)
     return MediaDescription(
         image_token=image,
         video_token=video,
         sections=record.sections,
-        tower=record.describe(outer, inner),
+        tower=tower,
         positions_a_second=inner.count("tokens_per_second"),
-        both_ways=text.values.get("use_bidirectional_attention") == "vision",
+        both_ways=text.values.get("use_bidirectional_attention") == "vision" or tower.longest_run > 0,
+        fill=record.prompt.fill,
         plain_token=text.count("pad_token_id"),
     )

@@ -32,6 +32,8 @@ MIN_POOL_TOKENS = 64
 """Fewest tokens of a pool: a smaller one cannot serve anything."""
 
 # Estimates, with room: Qwen3-8B and 0.6B served within them on an H200. A graph holds its kernels' launch records.
+_SELECTING_BYTES = 20
+"""Of an entry while it is selected: numbers of an entry, where it lies, and its slot, some as wide as an index."""
 _GRAPH_BASE = 6 * MIB
 _GRAPH_PER_LAYER = 160 * 1024
 _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator slack
@@ -111,8 +113,8 @@ def patch_buffer_bytes(model: ModelDescription, dtype: str) -> int:
 
 def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
     """Returns the bytes of kept image and video features, of the largest encoder step, of the rows of features that a
-    chunk of `num_tokens` tokens gathers, and of the queries, keys, values and outputs of as many image tokens that
-    attend once more (`attention.metadata.WithImages`)."""
+    chunk of `num_tokens` tokens gathers, of the queries, keys, values and outputs of as many image tokens that
+    attend once more (`attention.metadata.WithImages`), and of windows that are selections with whole images."""
     if model.media is None:
         return 0
     encoding = model.media.tower.step_values(PATCHES_A_STEP) if model.encodes_media else 0
@@ -121,9 +123,10 @@ def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: Ran
         site.shape for site in attention_sites(model, ranks.attn_tp_size) if site.window and model.media.both_ways
     ]
     sizes = [(shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.v_head_dim) for shape in windows]
+    selected = num_tokens * model.media.tower.longest_run * _SELECTING_BYTES
     gathered = model.hidden_size * (1 + model.media.deepstack_levels) if model.encodes_media else 0
     of_chunk = num_tokens * (gathered + max(sizes, default=0))
-    return FEATURE_BYTES + pixels + (encoding + of_chunk) * KV_DTYPE_BYTES[dtype]
+    return FEATURE_BYTES + pixels + selected + (encoding + of_chunk) * KV_DTYPE_BYTES[dtype]
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:

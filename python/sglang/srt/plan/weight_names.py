@@ -51,6 +51,12 @@ def usual_fp8_name(name: str) -> str:
     return name
 
 
+USUALLY_IGNORED = (
+    *("rotary_emb.inv_freq", *CACHE_SCALES),
+    *(".q_scale", ".q_proj.output_scale", ".prob_scale", ".prob_output_scale"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightMap:
     """Names of modules in the checkpoint, keyed by ours. `{part}` and `{expert}` stand for the fields of a PartKey,
@@ -65,10 +71,7 @@ class WeightMap:
     layer_prefix: str = "model.layers.{layer}."
     first_layer: int = 0
     """Number that checkpoints give the first layer."""
-    ignore: tuple[str, ...] = (
-        *("rotary_emb.inv_freq", *CACHE_SCALES),
-        *(".q_scale", ".q_proj.output_scale", ".prob_scale", ".prob_output_scale"),
-    )
+    ignore: tuple[str, ...] = USUALLY_IGNORED
     aliases: tuple[tuple[str, str], ...] = CACHE_SCALE_ALIASES
     """Pairs of name endings: that of some checkpoints, and the usual one that replaces it."""
     beginnings: tuple[tuple[str, str], ...] = ()

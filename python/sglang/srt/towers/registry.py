@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.towers.base.spec import Tower
+from sglang.srt.towers.deepseek_v4.spec import FILL, PairedRowsTower, describe_paired_rows, flat_keys
 from sglang.srt.towers.deepseek_v41.spec import DeepseekVitTower, describe_deepseek_vit
 from sglang.srt.towers.gemma4.spec import Gemma4Tower, describe_gemma4
 from sglang.srt.towers.glm4v.spec import Glm4vTower, describe_glm4v
@@ -41,6 +42,8 @@ class PromptForm:
     image_text: text of an image's placeholder, where prompts are changed before they are tokenized
     picture_text: text that templates write for an image instead of `image_text`
     video_text: text that templates write for a video, which has the placeholder of images then
+    fill: number of an item's first tokens that only fill the prompt before it up to a multiple of one more: behind n
+        tokens, n % (fill + 1) of them are left out
     """
 
     default_ids: tuple[int, int] = (0, 0)
@@ -51,6 +54,12 @@ class PromptForm:
     image_text: str = ""
     picture_text: str = ""
     video_text: str = ""
+    fill: int = 0
+
+
+def _section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    keys = config.get("vision_config")
+    return keys if isinstance(keys, Mapping) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +68,8 @@ class TowerRecord:
 
     processor: the module that prepares pictures
     model_types: values of `model_type` in config.json
-    describe: called with the whole config and its vision_config
+    describe: called with the whole config and the encoder's keys
+    keys: returns the encoder's keys of a config.json; None: it has no encoder
     tower: type of the description
     encoder: "module:class" that computes the description
     sections: a placeholder's position has a time, a row and a column (M-RoPE)
@@ -71,6 +81,7 @@ class TowerRecord:
     describe: Callable[[ConfigReader, ConfigReader], Tower]
     tower: type[Tower]
     encoder: str
+    keys: Callable[[Mapping[str, Any]], Mapping[str, Any] | None] = _section
     sections: bool = False
     by_class: bool = False
     prompt: PromptForm = PromptForm()
@@ -190,6 +201,15 @@ TOWERS = (
         ),
     ),
     TowerRecord(
+        processor=f"{_TOWERS}.deepseek_v4.processor",
+        model_types=("deepseek_v4",),
+        describe=describe_paired_rows,
+        tower=PairedRowsTower,
+        encoder=f"{_TOWERS}.deepseek_v4.encoder:PairedRowsEncoder",
+        keys=flat_keys,
+        prompt=PromptForm(default_ids=(129264, 0), reads_videos=False, fill=FILL),
+    ),
+    TowerRecord(
         processor=f"{_TOWERS}.deepseek_v41.processor",
         model_types=("deepseek_v41",),
         describe=describe_deepseek_vit,
@@ -242,4 +262,4 @@ def tower_record(config: Mapping[str, Any], by_class: bool = False) -> TowerReco
     """Returns the record for a config.json; None if the model has no encoder, or one that is not implemented. by_class:
     a class of transformers computes the model."""
     record = (_OF_CLASSES if by_class else BY_MODEL_TYPE).get(str(config.get("model_type")))
-    return record if isinstance(config.get("vision_config"), Mapping) else None
+    return record if record is not None and record.keys(config) is not None else None

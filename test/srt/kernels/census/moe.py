@@ -13,6 +13,7 @@ import torch
 from sglang.ledger.launch_form import named, recording
 from sglang.ledger.variant import Variant
 from sglang.srt.blocks.moe.kernels import topk
+from sglang.srt.blocks.moe.reference import ImageCorrection
 from sglang.srt.blocks.moe.spec import MoE, Router
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share, wants_planes
@@ -57,6 +58,9 @@ def launch_routing(router: Router, experts: int, fused: bool, vocab: int) -> Non
             bias = empty(experts, dtype=torch.float32) if router.correction else None
             route = getattr(topk, f"topk_{router.score}")
             route(logits, bias, top_k, router.renormalize, groups, router.scale, fused, valid)
+            if router.image_correction:
+                images = ImageCorrection(empty(experts, dtype=torch.float32), empty(100, dtype=torch.int64), 7)
+                route(logits, bias, top_k, router.renormalize, groups, router.scale, fused, valid, None, images)
 
 
 def expert_layers(experts: MoE, hidden: int, tp_size: int) -> Iterator[tuple[int, int, int, int, Scheme | None, bool]]:

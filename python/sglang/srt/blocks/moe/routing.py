@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.moe.reference import TOPK_HASH, TOPK_SIGMOID, TOPK_SOFTMAX, TOPK_SQRTSOFTPLUS, ImageCorrection
+from sglang.srt.blocks.moe.reference import (
+    TOPK_HASH,
+    TOPK_SIGMOID,
+    TOPK_SOFTMAX,
+    TOPK_SQRTSOFTPLUS,
+    ImageCorrection,
+    Routing,
+)
 from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.errors import UserError
 from sglang.srt.layers.ops import LINEAR
@@ -38,7 +45,8 @@ class TopK:
         plan, op = scope.plan, spec.op
         self.by_hash = plan.entry(TOPK_HASH) if op == TOPK_HASH.name else None
         self.by_softmax = plan.entry(TOPK_SOFTMAX) if op == TOPK_SOFTMAX.name else None
-        self.by_score = plan.entry(BY_SCORE[op]) if op in BY_SCORE else None
+        scored = spec.scored_op
+        self.by_score = plan.entry(BY_SCORE[scored]) if scored in BY_SCORE else None
         self.expert_map = _expert_map(scope, num_experts, local)
         self.correction: torch.Tensor | None = None
         self.table: torch.Tensor | None = None
@@ -62,7 +70,7 @@ class TopK:
         if self.by_hash is not None:
             assert self.table is not None
             assert batch is not None, "hash routing needs the token ids"
-            return self.by_hash(
+            of_texts = self.by_hash(
                 logits,
                 token_ids=batch.input_ids,
                 table=self.table,
@@ -72,6 +80,7 @@ class TopK:
                 num_valid=valid,
                 expert_map=self.expert_map,
             )
+            return of_texts if self.image_correction is None else self._with_images(of_texts, logits, batch)
         groups = (spec.num_groups, spec.top_groups)
         if self.by_softmax is not None:
             return self.by_softmax(
@@ -97,6 +106,24 @@ class TopK:
             expert_map=self.expert_map,
             of_images=self._image_correction(batch),
         )
+
+    def _with_images(self, of_texts: Routing, logits: torch.Tensor, batch: ForwardBatch) -> Routing:
+        """Returns the routing of a table of ids, but for tokens of images that of scores, which all ids share."""
+        spec = self.spec
+        assert self.by_score is not None and spec.image_token is not None
+        of_images = self.by_score(
+            logits,
+            self.image_correction,
+            spec.top_k,
+            True,
+            scale=spec.scale,
+            with_shared=self.with_shared,
+            num_valid=batch.num_valid_tokens,
+            expert_map=self.expert_map,
+        )
+        pictured = torch.eq(batch.input_ids, spec.image_token)[:, None]
+        weights, ids = (torch.where(pictured, a, b) for a, b in zip(of_images, of_texts, strict=True))
+        return weights, ids
 
     def _image_correction(self, batch: ForwardBatch | None) -> ImageCorrection | None:
         if self.image_correction is None or self.spec.image_token is None:

@@ -39,8 +39,8 @@ class Router:
         sinks: number of shared experts that are scored with the routed ones; their scores count in the sum and weight
             their outputs
         scaled: a number in the checkpoint multiplies all weights
-        image_correction: the last component of the name of the bias that takes `correction`'s place for image tokens
-            (`image_token`; None: images are not served, and it is not read)
+        image_correction: the last component of the name of the bias that takes the place of `correction`, or of the
+            hash table, for image tokens (`image_token`; None: images are not served, and it is not read)
     """
 
     top_k: int
@@ -63,6 +63,11 @@ class Router:
     @property
     def op(self) -> str:
         return "topk_hash" if self.hash_table else f"topk_{self.score}"
+
+    @property
+    def scored_op(self) -> str:
+        """The op that chooses by scores: of all tokens, or of images' where a table chooses for texts; "": none."""
+        return f"topk_{self.score}" if not self.hash_table or self.image_token is not None else ""
 
     @property
     def reads_ids(self) -> bool:
@@ -172,7 +177,9 @@ class MoE(FeedForwardDefaults):
         return replace(self, shared=replace(self.shared, scale_group=group))
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
-        yield Need(self.router.op, q_dtype=parallel.dtype)
+        for op in dict.fromkeys((self.router.op, self.router.scored_op)):
+            if op:
+                yield Need(op, q_dtype=parallel.dtype)
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
         yield Need("fused_moe", q_dtype=parallel.dtype, traits=frozenset(traits))
         if self.slots:

@@ -42,6 +42,7 @@ _BY_ARCHITECTURE: Mapping[str, BuiltInTemplate] = {
 _EDITIONS: Mapping[tuple[str, str], BuiltInTemplate] = {
     ("DeepseekV4ForCausalLM", "0731"): _v4("0731"),
     ("DeepseekV4ForCausalLM", "0813"): _v4("0731"),
+    ("DeepseekV4ForCausalLM", "Vision"): _v4("vision"),
 }
 """Templates by architecture and a word in the model's path: editions with the same config and different prompts."""
 

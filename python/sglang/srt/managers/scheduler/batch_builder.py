@@ -182,6 +182,7 @@ def _media_tokens(chosen: Sequence[tuple[Req, int]]) -> MediaTokens | None:
     positions: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     runs: list[tuple[int, int, int]] = []
+    joined: list[np.ndarray] = []
     sources = []
     row, sectioned = 0, False
     for number, (req, n) in enumerate(chosen):
@@ -196,15 +197,16 @@ def _media_tokens(chosen: Sequence[tuple[Req, int]]) -> MediaTokens | None:
             sources.append((part.item, part.features))
             if req.media is not None and req.media.both_ways:
                 runs += [(number, begin + first, count) for first, count in part.runs()]
+                joined.append(row + part.joined)
         row += n
-    joined = np.concatenate(tokens) if tokens else np.empty(0, np.int64)
-    both_ways = _media_runs(runs) if runs else None
-    return MediaTokens(np.concatenate(positions, axis=1) if sectioned else None, joined, sources, both_ways)
+    every = np.concatenate(tokens) if tokens else np.empty(0, np.int64)
+    both_ways = _media_runs(runs, joined) if runs else None
+    return MediaTokens(np.concatenate(positions, axis=1) if sectioned else None, every, sources, both_ways)
 
 
-def _media_runs(runs: list[tuple[int, int, int]]) -> MediaRuns:
+def _media_runs(runs: list[tuple[int, int, int]], tokens: list[np.ndarray]) -> MediaRuns:
     prompts, starts, lens = np.array(runs).T
-    return MediaRuns(prompts.astype(np.int64), starts.astype(np.int32), lens.astype(np.int32))
+    return MediaRuns(prompts.astype(np.int64), starts.astype(np.int32), lens.astype(np.int32), np.concatenate(tokens))
 
 
 def _ask_hidden(

@@ -27,24 +27,31 @@ class MediaMismatch(ValueError):
 @dataclass(frozen=True, slots=True)
 class ItemRows:
     """Rows of an item's features for a chunk: row `features[i]` is the embedding of token `tokens[i]` of the chunk, [N]
-    each."""
+    each. `fill`: as in `MediaDescription`."""
 
     item: MediaItem
     features: Positions
     tokens: Positions
+    fill: int = 0
+
+    @property
+    def joined(self) -> Positions:
+        """Those of `tokens` that see one another where images are seen both ways."""
+        return self.tokens[self.features >= self.fill]
 
     def runs(self) -> list[tuple[int, int]]:
-        """Returns the first token and the length of each run of `tokens` without a gap."""
-        pieces = np.split(self.tokens, np.flatnonzero(np.diff(self.tokens) != 1) + 1)
-        return [(int(piece[0]), len(piece)) for piece in pieces]
+        """Returns the first token and the length of each run of `joined` tokens without a gap."""
+        tokens = self.joined
+        pieces = np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1)
+        return [(int(piece[0]), len(piece)) for piece in pieces if len(piece)]
 
 
-def item_keys(digest: bytes, count: int) -> Keys:
+def item_keys(digest: bytes, count: int, first: int = 0) -> Keys:
     """Returns the keys of an item's placeholders in the prefix cache, [count]: 62 bits of a hash (SplitMix64) of the
-    index and one of the four words of the digest, in rotation. So two items whose keys agree at four consecutive places
-    have 248 bits of their digests in common."""
+    index, from `first` on, and one of the four words of the digest, in rotation. So two items whose keys agree at four
+    consecutive places have 248 bits of their digests in common."""
     words = np.frombuffer(digest, "<u8")
-    index = np.arange(count, dtype=np.uint64)
+    index = np.arange(first, first + count, dtype=np.uint64)
     with np.errstate(over="ignore"):
         x = words[(index % np.uint64(len(words))).astype(np.int64)] + (index + np.uint64(1)) * _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * _MIX_1
@@ -100,9 +107,11 @@ class PromptMedia:
         lasts = np.array([tokens[-1] for tokens in self._tokens], np.int64)
         self._lasts = np.maximum.accumulate(lasts)
         """The last placeholder of each item and of all before it: items with several runs may be interleaved."""
-        for item, tokens in zip(items, self._tokens, strict=True):
+        self._fill, self._left_out = description.fill, (self._firsts % (description.fill + 1)).tolist()
+        """Features of each item that have no placeholder, as they would only fill the prompt before it."""
+        for item, tokens, left_out in zip(items, self._tokens, self._left_out, strict=True):
             frames = -(-item.grid[0] // description.tower.pooled_frames)
-            if len(tokens) != description.num_tokens(item.grid) or frames % len(item.spans):
+            if len(tokens) + left_out != description.num_tokens(item.grid) or frames % len(item.spans):
                 raise MediaMismatch(f"{len(tokens)} placeholders for a grid of {item.grid} patches")
             if item.pixels.shape[:1] != [math.prod(item.grid)]:
                 raise MediaMismatch(f"pixels of shape {item.pixels.shape} for a grid of {item.grid} patches")
@@ -116,18 +125,20 @@ class PromptMedia:
 
     def write_keys(self, keys: Keys) -> None:
         """Overwrites the placeholders' keys in the keys of the whole prompt."""
-        for item, tokens in zip(self._in_order, self._tokens, strict=True):
-            keys[tokens] = item_keys(item.digest, len(tokens))
+        for item, tokens, left_out in zip(self._in_order, self._tokens, self._left_out, strict=True):
+            keys[tokens] = item_keys(item.digest, len(tokens), left_out)
 
     def needed(self, begin: int, end: int) -> list[ItemRows]:
         """Returns the features for the tokens from `begin` to `end`, in the order of their items' first tokens. Looks
         at few other items."""
         needed = []
         there = slice(int(np.searchsorted(self._lasts, begin)), int(np.searchsorted(self._firsts, end)))
-        for item, tokens in zip(self._in_order[there], self._tokens[there], strict=True):
+        of_items = zip(self._in_order[there], self._tokens[there], self._left_out[there], strict=True)
+        for item, tokens, left_out in of_items:
             first, last = np.searchsorted(tokens, (begin, end)).tolist()
             if first < last:
-                needed.append(ItemRows(item, np.arange(first, last), tokens[first:last] - begin))
+                features = np.arange(first, last) + left_out
+                needed.append(ItemRows(item, features, tokens[first:last] - begin, self._fill))
         return needed
 
     def uncut_end(self, begin: int, end: int) -> int:

@@ -179,7 +179,7 @@ class PrefillBudget:
         take = self._take_of_windows(req, self._take_of_logprobs(req, prefix_len, take))
         self.short = take < want
         if take == want:
-            take = self.kv.chunk_end(prefix_len, len(req.tokens)) - prefix_len
+            take = self._pause(req, prefix_len) - prefix_len
         if take > 0:
             self.alone = self.first = False
             self.reserved += (want if self.short else want + output) + page
@@ -188,6 +188,13 @@ class PrefillBudget:
                 self.chunk -= take
             self.logprobs -= len(req.prompt_logprobs_in(prefix_len, take)) * req.logprob_width
         return take
+
+    def _pause(self, req: Req, begin: int) -> int:
+        """Returns where a prompt's last chunk pauses so that its state is kept: nowhere within a run of image tokens
+        that must not be cut, before which it would pause for ever."""
+        end = self.kv.chunk_end(begin, len(req.tokens))
+        stays = req.media is not None and req.media.uncut_end(begin, end) == begin
+        return len(req.tokens) if stays else end
 
     def _take_of_logprobs(self, req: Req, prefix_len: int, take: int) -> int:
         """Returns how many of `take` tokens have few enough log probabilities; for the first request at least a page or

@@ -18,7 +18,7 @@ from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexer_of
 from sglang.srt.plan.families.mtp import MTPPass, MTPTensors, one_layer
 from sglang.srt.plan.layer_spec import SUM, Mixer, Sum
-from sglang.srt.plan.weight_names import W123_PARTS, WeightMap
+from sglang.srt.plan.weight_names import USUALLY_IGNORED, W123_PARTS, WeightMap
 
 LAYER_NAMES = {
     "input_norm": "attn_norm",
@@ -68,7 +68,10 @@ NAMES = WeightMap(
         ("mlp.shared_experts.down_proj", "ffn.shared_experts.w2"),
     ),
     behind=("hc_head_",),
-    unread=("mtp.",),
+    # The bias for image tokens is not loaded where images are not served, and in drafts, which propose text. Editions
+    # with images have one for texts also in layers whose experts token ids choose.
+    ignore=(*USUALLY_IGNORED, "ffn.gate.bias", "ffn.gate.bias_vl"),
+    unread=("mtp.", "vision.", "aligner.", "image_"),
 )
 """Names of tensors as published, without a prefix. `mtp.` are layers that only drafts (such as DSpark's) use."""
 
@@ -83,7 +86,7 @@ INDEXED_RATE = 4
 def deepseek_v4(c: Config) -> Model:
     c = c.usual(_PUBLISHED.get(c.count("n_routed_experts"), {}))
     indexed = [compressed_sparse(c, rate, indexed=rate == INDEXED_RATE, head_norm=True) for rate in compress_ratios(c)]
-    router = Router(0, "sqrtsoftplus", correction="bias", exact_logits=True)
+    router = Router(0, "sqrtsoftplus", correction="bias", exact_logits=True, image_correction="bias_vl")
     return v4_model(c, indexed, router)
 
 

@@ -44,9 +44,6 @@ V41_NAMES = replace(
         "ngrams.project": "engram.wkv",
     },
     behind=(),
-    # The bias for image tokens is not loaded where images are not served, and in drafts, which propose text.
-    ignore=(*NAMES.ignore, "ffn.gate.bias_vl"),
-    unread=("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline"),
 )
 
 

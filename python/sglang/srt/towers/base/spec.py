@@ -93,6 +93,12 @@ class Tower(ABC):
         """Dims of a token's features, those of deepstack included."""
         return self.out_size * (1 + len(self.deepstack))
 
+    @property
+    def longest_run(self) -> int:
+        """Most tokens of an image that see one another and more tokens than a window has; 0: there are no such
+        images."""
+        return 0
+
     def sees_whole_clips(self, layer: int) -> bool:
         """Returns whether all patches of a clip see each other in this layer, and not only those of a window."""
         return 0 <= layer < self.num_layers

@@ -6,6 +6,7 @@ Source: the inference code beside the checkpoint of V4.1-Flash, as vLLM, TensorR
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from sglang.srt.towers.base.patch_places import ROW_BY_ROW, Grid, frame_starts, 
 from sglang.srt.towers.base.pieces import Cuts
 from sglang.srt.towers.deepseek_v41.spec import ALIGNER, END, NEW_LINE, START, TOWER, DeepseekVitTower
 
+AnyVit = TypeVar("AnyVit", bound=DeepseekVitTower)
 
-class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
+
+class DeepseekVitEncoder(VisionEncoder[AnyVit]):
     """The encoder; patches come row by row."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
@@ -59,12 +62,16 @@ class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
 
     def _span(self, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Returns tokens [tokens, out_size] of a frame's patches [P, hidden]."""
-        rows, columns = self.tower.squares(grid)
-        seen = self._linear(ALIGNER + "w2", gelu_(self._linear(ALIGNER + "w1", self._squares(patches, grid))))
-        line = self.params[NEW_LINE].tensor.expand(rows, 1, -1)
-        lines = torch.cat((seen.view(rows, columns, -1), line), dim=1).flatten(0, 1)
+        seen = self._seen(patches, grid)
+        line = self.params[NEW_LINE].tensor.expand(len(seen), 1, -1)
+        lines = torch.cat((seen, line), dim=1).flatten(0, 1)
         start, end = (self.params[mark].tensor[None] for mark in (START, END))
         return torch.cat((start, lines, end))
+
+    def _seen(self, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Returns tokens [rows, columns, out_size] of the squares of a frame's patches [P, hidden]."""
+        wide = gelu_(self._linear(ALIGNER + "w1", self._squares(patches, grid)))
+        return self._linear(ALIGNER + "w2", wide).unflatten(0, self.tower.squares(grid))
 
     def _squares(self, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Returns the patches [P, hidden] of each square of the merge, row by row, as [squares, hidden * merge^2],

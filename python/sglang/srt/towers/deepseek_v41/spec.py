@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.towers.base.spec import ROTARY_THETA, Cut, NamedShape, Tower, linear_shapes, whole_quarters
@@ -66,18 +66,23 @@ class DeepseekVitTower(Tower):
 
 def describe_deepseek_vit(outer: ConfigReader, vision: ConfigReader) -> DeepseekVitTower:
     """Describes the encoder of a config. Raises UserError for a missing key."""
+    text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")
+    return DeepseekVitTower(**describe_vit(vision, text.positive("hidden_size")))
+
+
+def describe_vit(vision: ConfigReader, out_size: int) -> dict[str, Any]:
+    """Returns the fields of an encoder whose tokens have `out_size` dims. Raises UserError for a missing key."""
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_attention_heads")
     whole_quarters(vision, hidden, heads)
-    text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")
     patch = vision.positive("patch_size", 14)
-    return DeepseekVitTower(
-        hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
-        num_layers=vision.positive("num_hidden_layers"),
-        num_heads=heads,
-        patch_shape=(_COLOURS, 1, patch, patch),
-        merge=vision.positive("downsample_ratio", 3),
-        out_size=text.positive("hidden_size"),
-        norm_eps=vision.default("rms_norm_eps", float, _NORM_EPS),
-        theta=vision.default("rope_theta", float, ROTARY_THETA),
-    )
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": vision.positive("intermediate_size"),
+        "num_layers": vision.positive("num_hidden_layers"),
+        "num_heads": heads,
+        "patch_shape": (_COLOURS, 1, patch, patch),
+        "merge": vision.positive("downsample_ratio", 3),
+        "out_size": out_size,
+        "norm_eps": vision.default("rms_norm_eps", float, _NORM_EPS),
+        "theta": vision.default("rope_theta", float, ROTARY_THETA),
+    }

@@ -35,7 +35,7 @@ class Processor:
     views: makes the function for images
     video: how videos are read; None: the model takes none
     counts_frames: limits of images count their pixels once for each of the frames that an image stands for
-    reads_config: its settings may stand in the vision_config of config.json
+    keys: settings that stand in the whole config.json, for checkpoints without files of a processor
     of_config: settings of images that follow from the whole config.json
     usual: renames settings of published files; raises UserError for those that are not supported
     check: raises UserError for settings of images that are not supported
@@ -45,7 +45,7 @@ class Processor:
     views: MakeViews
     video: VideoForm | None = None
     counts_frames: bool = False
-    reads_config: bool = False
+    keys: Callable[[Mapping[str, Any]], Settings] | None = None
     of_config: Callable[[Mapping[str, Any]], Settings] | None = None
     usual: Callable[[Settings], Settings] = dict
     check: Callable[[Settings], None] | None = None

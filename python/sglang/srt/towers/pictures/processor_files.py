@@ -42,8 +42,8 @@ def read_processor_files(
     config.json, which has the settings of models without such files. Raises UserError."""
     processor, both = load_processor(family), _optional(directory / _BOTH_FILE)
     image = processor.usual(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
-    if not image and processor.reads_config:
-        image = _part(config or {}, "vision_config")
+    if not image and processor.keys is not None:
+        image = dict(processor.keys(config or {}))
     video = processor.usual(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
     if not image:
         raise UserError(

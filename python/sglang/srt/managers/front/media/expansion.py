@@ -68,8 +68,9 @@ def _place(media: PlacedMedia, tokens: MediaTokens, result: array[int], items: l
     for part in media.parts:
         if isinstance(part, int):
             result.extend(before)
-            runs.append((len(result), len(result) + part))
-            result.extend(placeholder * part)
+            count = part - len(result) % (tokens.fill + 1)
+            runs.append((len(result), len(result) + count))
+            result.extend(placeholder * count)
             result.extend(after)
         else:
             result.extend(part)
@@ -99,8 +100,14 @@ def _mismatch(kind: Kind, num_placeholders: int, num_media: int, tokens: MediaTo
     )
 
 
-def moved(items: Sequence[MediaItem], offset: int) -> list[MediaItem]:
-    """Returns the same items, shifted by `offset` tokens."""
+def moved(items: Sequence[MediaItem], offset: int, tokens: MediaTokens | None) -> list[MediaItem]:
+    """Returns the same items, shifted by `offset` tokens. Raises RequestError if images fill the prompt before them to
+    a multiple that this changes."""
+    if items and tokens is not None and offset % (tokens.fill + 1):
+        raise RequestError(
+            f"This model's images begin at multiples of {tokens.fill + 1} tokens, and the tokens that the session has"
+            " before this one end elsewhere; send the whole conversation, without session_params."
+        )
     return [
         msgspec.structs.replace(item, spans=[(start + offset, end + offset) for start, end in item.spans])
         for item in items

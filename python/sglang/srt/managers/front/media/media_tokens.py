@@ -20,7 +20,7 @@ class MediaTokens:
     `run_start`, `run_end`: marks that the processor, not the template, writes around each run of placeholders.
     `video_text`: text that templates write for a video if no token exists; it is replaced by `image_text`, and videos
     use the placeholder of images. `picture_text`: text that templates write for an image, if it differs from
-    `image_text`, the text of the placeholder."""
+    `image_text`, the text of the placeholder. `fill`: as in `PromptForm`."""
 
     family: str
     image: int
@@ -33,6 +33,7 @@ class MediaTokens:
     video_text: str = ""
     image_text: str = ""
     picture_text: str = ""
+    fill: int = 0
 
     def with_placeholders(self, text: str, media: Sequence[MediaSource]) -> tuple[str, Sequence[MediaSource]]:
         """Returns the text of a prompt with a placeholder for each image and video, and its media in the order of the
@@ -84,6 +85,7 @@ def media_tokens(config: Mapping[str, Any], by_class: bool = False) -> MediaToke
         video_text=form.video_text,
         image_text=form.image_text,
         picture_text=form.picture_text,
+        fill=form.fill,
     )
 
 
