@@ -2,7 +2,7 @@
 
 Every number times its scale is exact in float16, in which kernels multiply it: for e4m3 the conversion is one
 instruction, and a code of e2m1 becomes a float16 by moving its bits. Neighbouring columns are read together, e4m3
-numbers as 16 bits and eight codes as a word of 32, and are multiplied apart, as even and odd columns.
+numbers as 16 bits and codes as a byte, and are multiplied apart, as even and odd columns.
 
 Reference: `native_latent_records`.
 """
@@ -42,7 +42,7 @@ def high_byte(codes):
 
 @triton.jit
 def load_record(
-    numbers,  # byte 0 of the cache: as int16 for 8 bits, as int32 for 4
+    numbers,  # byte 0 of the cache: as int16 for 8 bits, as uint8 for 4
     scales,  # byte 0 of the cache, as uint8
     slots,  # [N] int64
     keep,  # [N]
@@ -57,34 +57,27 @@ def load_record(
     those of GROUPS on, and records that are not `keep`, are zeros."""
     PAIRS: tl.constexpr = 32 if BITS == 8 else 8
     # Kernels multiply by a number of which the compiler knows that 16 bytes divide it.
-    ROW: tl.constexpr = SIZE // 2 if BITS == 8 else SIZE // 4
+    ROW: tl.constexpr = SIZE // 2 if BITS == 8 else SIZE
     group = tl.arange(0, GROUP_BLOCK)
+    pair = tl.arange(0, PAIRS)
+    at = numbers + (slots * ROW)[:, None, None] + (group[:, None] * PAIRS + pair[None, :])[None, :, :]
     scale_at = scales + (slots * SIZE)[:, None] + SCALES_AT + group[None, :]
     there = keep[:, None]
     if GROUP_BLOCK > GROUPS:
         there = there & (group < GROUPS)[None, :]
+    bits = tl.load(at, mask=there[:, :, None], other=0)
+    scale = tl.load(scale_at, mask=there, other=112).to(tl.int32)
     if BITS == 8:
-        at = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-        bits = tl.load(numbers + (slots * ROW)[:, None, None] + at[None, :, :], mask=there[:, :, None], other=0)
-        scale = tl.load(scale_at, mask=there, other=112).to(tl.int32)
         factor = ((scale - 112) << 10).to(tl.int16).to(tl.float16, bitcast=True)[:, :, None]
         even = (bits & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16) * factor
         odd = ((bits >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16) * factor
     else:
-        # Words of four bytes lie side by side in a record, so that a thread loads four at once.
-        word = tl.arange(0, GROUP_BLOCK * 2)
-        loaded = keep[:, None]
-        if GROUP_BLOCK > GROUPS:
-            loaded = loaded & (word < GROUPS * 2)[None, :]
-        words = tl.load(numbers + (slots * ROW)[:, None] + word[None, :], mask=loaded, other=0)
-        scale = tl.load(scale_at, mask=there, other=112).to(tl.int32)
         factor = high_byte(scale)[:, :, None]
-        bits = tl.reshape(words, (N, GROUP_BLOCK * 2, 1)) >> (tl.arange(0, 4) * 8)[None, None, :]
-        bits = tl.reshape(bits, (N, GROUP_BLOCK, PAIRS))
         # The bits of a code as the highest of a float16's mantissa and the lowest of its exponent are its value times
         # 2^-14, which is taken back first: the product with a small scale would underflow.
-        even = (((bits << 9) & 0x0E00) | ((bits << 12) & 0x8000)).to(tl.int16).to(tl.float16, bitcast=True)
-        odd = (((bits << 5) & 0x0E00) | ((bits << 8) & 0x8000)).to(tl.int16).to(tl.float16, bitcast=True)
+        bits = bits.to(tl.int16)
+        even = (((bits << 9) & 0x0E00) | ((bits << 12) & -32768)).to(tl.int16).to(tl.float16, bitcast=True)
+        odd = (((bits << 5) & 0x0E00) | ((bits << 8) & -32768)).to(tl.int16).to(tl.float16, bitcast=True)
         stretch = tl.full((), 16384.0, tl.float16)
         even = (even * stretch) * factor
         odd = (odd * stretch) * factor

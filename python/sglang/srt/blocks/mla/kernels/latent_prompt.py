@@ -53,15 +53,15 @@ def gather_latents_kernel(
 
 @triton.jit
 def gather_records_kernel(
-    cache_ptr, words_ptr, rope_ptr, slots_ptr, latent_ptr, k_ptr, num_heads, scale, key_stride, RANK: tl.constexpr,
+    cache_ptr, rope_ptr, slots_ptr, latent_ptr, k_ptr, num_heads, scale, key_stride, RANK: tl.constexpr,
     ROT: tl.constexpr, NOPE: tl.constexpr, ROPE_AT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, SCALES_AT: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """As `gather_latents_kernel` of records [S, SIZE] (uint8, and as int32 and bfloat16) in four bits. Grid: (C,)."""
+    """As `gather_latents_kernel` of records [S, SIZE] (uint8, and as bfloat16) in four bits. Grid: (C,)."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row + tl.arange(0, 1)).to(tl.int64)
     dtype = latent_ptr.dtype.element_ty
-    even, odd = load_record(words_ptr, cache_ptr, slot, slot >= 0, BITS, GROUPS, GROUP_BLOCK, SCALES_AT, SIZE, 1)
+    even, odd = load_record(cache_ptr, cache_ptr, slot, slot >= 0, BITS, GROUPS, GROUP_BLOCK, SCALES_AT, SIZE, 1)
     cols = tl.arange(0, GROUP_BLOCK * 16)[None, :]
     values = tl.interleave(even, odd).to(tl.float32) * scale
     tl.store(latent_ptr + row * RANK + cols, values.to(dtype), mask=cols < RANK)
@@ -186,8 +186,8 @@ def gather_records(
     """Does as `gather_latents` for records [S, 1, size] uint8 of latents in four bits."""
     latent = torch.empty((len(slots), record.rank), dtype=k.dtype, device=k.device)
     gather_records_kernel[(len(slots),)](
-        cache, cache.view(torch.int32), cache.view(torch.bfloat16), slots, latent, k, k.shape[1], float(scale),
-        k.stride(0), NOPE=k.shape[2] - record.rope, RANK=record.rank, ROT=record.rope, ROPE_AT=record.rope_at,
+        cache, cache.view(torch.bfloat16), slots, latent, k, k.shape[1], float(scale), k.stride(0),
+        NOPE=k.shape[2] - record.rope, RANK=record.rank, ROT=record.rope, ROPE_AT=record.rope_at,
         **record_constants(record), **GATHER,
     )  # fmt: skip
     return latent

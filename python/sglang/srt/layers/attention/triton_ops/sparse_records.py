@@ -84,7 +84,7 @@ def record_attention_kernel(
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MORE: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q [T, H, RANK + ROPE], records [S, SIZE] (numbers as int16 or int32, rotary columns as bfloat16, scales as uint8)
+    """q [T, H, RANK + ROPE], records [S, SIZE] (numbers as int16 or uint8, rotary columns as bfloat16, scales as uint8)
     whose numbers are real values divided by `outer` -> o [T, H, RANK, or RANK + ROPE if ROPE_VALUES] and the rest as
     `sparse_attention_kernel`. HAS_ROWS: the first cache's slots are rows rows[T] of a table. Grid: (T * splits * head
     tiles,)."""
@@ -164,7 +164,7 @@ def record_attention_fwd(
     if len(q) == 0:
         return
     num_tokens, num_heads, _ = q.shape
-    numbers = torch.int16 if record.bits == 8 else torch.int32
+    numbers = torch.int16 if record.bits == 8 else torch.uint8
     views = []
     for cache, _ in sources:
         check_records(cache, record)
