@@ -73,8 +73,7 @@ class FakePrefillWrapper(FakeWrapper):
 
 
 class FakeLatentWrapper:
-    """`BatchMLAPagedAttentionWrapper` of FlashInfer 0.6, as far as it is used. A request without keys gets no numbers.
-    """
+    """`BatchMLAPagedAttentionWrapper` of FlashInfer 0.6, as far as it is used; requests without keys get no numbers."""
 
     log: list[str]
 
@@ -128,14 +127,13 @@ class FakeLatentWrapper:
                 scores = scores.masked_fill(~seen[:, None], float("-inf"))
                 lse[rows] = scores.logsumexp(-1) / math.log(2) if length else float("nan")
 
-
     def _lists_that_are_read(self) -> torch.Tensor:
         return self._int_workspace_buffer
 
 
 class NewLatentWrapper(FakeLatentWrapper):
-    """The wrapper of FlashInfer 0.7: each plan makes an object with lists of its own, in graphs with those of the object
-    before it. A graph reads the lists that were there when it was captured."""
+    """The wrapper of FlashInfer 0.7: each plan makes an object with lists of its own, or in graphs with those of the
+    one before. A graph reads the lists that were there when it was captured."""
 
     _planned_backend: SimpleNamespace | None = None
     _captured: torch.Tensor | None = None
