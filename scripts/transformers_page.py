@@ -200,7 +200,7 @@ def _later(outcomes: dict[str, str], later: dict[str, dict[str, str]]) -> str:
     lines = []
     for version, changed in later.items():
         names = [name for name, reason in changed.items() if not reason and outcomes.get(name) != ""]
-        lines.append(f"Served with transformers {version} as well: {', '.join(f'`{name}`' for name in names)}.\n")
+        lines.append(f"Also served, with transformers {version}, are {', '.join(f'`{name}`' for name in names)}.\n")
     return "".join(lines) + "\n" if lines else ""
 
 
