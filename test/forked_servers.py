@@ -144,6 +144,7 @@ def start_fork_server() -> None:
         listener.bind(multiprocessing.connection.arbitrary_address("AF_UNIX"))
         listener.listen()
         alive_r, alive_w = os.pipe()
+        key = _shared_key()
         assert len(os.listdir("/proc/self/task")) == 1, "a fork has only one of several threads, and all of their locks"
         pid = os.fork()
         if pid == 0:
@@ -151,12 +152,26 @@ def start_fork_server() -> None:
             os.close(alive_w)
             os.close(own._forkserver_alive_fd)
             try:
-                forkserver.main(listener.detach(), alive_r, preload=[])
+                forkserver.main(listener.detach(), alive_r, preload=[], **key)
             finally:
                 os._exit(0)
-        os.close(alive_r)
+        for fd in (alive_r, *key.values()):
+            os.close(fd)
         own._forkserver_address = listener.getsockname()
         own._forkserver_alive_fd, own._forkserver_pid = alive_w, pid
+
+
+def _shared_key() -> dict[str, int]:
+    """Returns the argument by which the process that is forked from learns the key that this one shows it from Python
+    3.14 on."""
+    own = forkserver._forkserver  # type: ignore[attr-defined]
+    if not hasattr(own, "_forkserver_authkey"):
+        return {}
+    own._forkserver_authkey = os.urandom(forkserver._AUTHKEY_LEN)  # type: ignore[attr-defined]
+    reader, writer = os.pipe()
+    os.write(writer, own._forkserver_authkey)
+    os.close(writer)
+    return {"authkey_r": reader}
 
 
 def _fork(process: BaseProcess) -> Popen:

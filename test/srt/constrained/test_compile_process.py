@@ -23,6 +23,7 @@ from sglang.srt.constrained.vocabulary import write_vocabulary
 from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
 
 ANSWER_S = 60
+CIRCLE = r"Circular \$ref chain"  # as xgrammar says it itself from 0.2.9 on
 ENDLESS = GrammarKey("regex", "(a|b)*c?" * 30_000)
 """Takes a minute on an idle machine: the time is quadratic, 5.5 s for 9,000."""
 GOOD = GrammarKey("regex", "[a-c]+")
@@ -77,7 +78,7 @@ def test_good_grammars_pass(client: CompileClient) -> None:
             GrammarKey("ebnf", "root ::= root"),
             "No text satisfies the grammar: its rule 'root' needs itself without end.",
         ),
-        (GrammarKey("json_schema", '{"$ref": "#"}'), "No text satisfies the grammar"),
+        (GrammarKey("json_schema", '{"$ref": "#"}'), rf"No text satisfies the grammar|{CIRCLE}"),
         (GrammarKey("json_schema", '{"$ref": "http://127.0.0.1/x"}'), "only references inside of the schema"),
         (GrammarKey("json_schema", '{"type":"array","items":' * 2000 + "{}" + "}" * 2000), "nests 2001 objects"),
         (GrammarKey("json_schema", '{"enum": []}'), "invalid json_schema: enum array must not be empty"),

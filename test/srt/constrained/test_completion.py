@@ -14,7 +14,7 @@ import pytest
 
 from sglang.srt.constrained import completion
 from sglang.srt.constrained.completion import Group, lark_rules, printed_rules, schema_rules, unfinishable_rule
-from sglang.srt.constrained.grammar import GrammarKey
+from sglang.srt.constrained.grammar import GrammarError, GrammarKey
 from sglang.srt.constrained.grammar_backends import GrammarBackend, make_backend
 from sglang.srt.constrained.schema_places import ROOT
 from sglang.srt.constrained.vocabulary import write_vocabulary
@@ -63,8 +63,14 @@ TAG = {
     ],
 )
 def test_grammars_that_need_themselves(backend: GrammarBackend, kind: Any, source: Any) -> None:
+    """xgrammar refuses some itself from 0.2.9 on."""
     key = GrammarKey(kind, source if isinstance(source, str) else json.dumps(source))
-    assert backend.compile(key).compiled.unfinishable_rule() is not None
+    try:
+        compiled = backend.compile(key).compiled
+    except GrammarError as error:
+        assert re.search(r"invalid \w+: Circular \$ref chain", str(error))
+    else:
+        assert compiled.unfinishable_rule() is not None
 
 
 @pytest.mark.parametrize(

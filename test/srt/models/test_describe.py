@@ -247,6 +247,15 @@ def test_transformers_writes_what_we_read(tmp_path: Path) -> None:
             assert mixer.head_dim == (written.get("head_dim") or written["hidden_size"] // 16)
 
 
+def test_both_names_of_layers_with_an_indexer(tmp_path: Path) -> None:
+    """Later releases of transformers write the second one."""
+    published = Path(__file__).parents[1] / "kernels" / "published" / "GLM-5.1-FP8" / "config.json"
+    config = json.loads(published.read_text()) | {"num_hidden_layers": 5}
+    kinds = (None, ["deepseek_sparse_attention"] * 5, ["indexed_attention"] * 5)
+    plain, *named = (NativePlan(_model(config | {"layer_types": kind}, tmp_path)).description for kind in kinds)
+    assert all(each.layers == plain.layers for each in named)
+
+
 def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
     """The older keys mean what the newer ones say by layer type."""
     rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}

@@ -6,14 +6,11 @@ UPDATE_GOLDEN=1 a test writes what it finds. `make test` tries a class for each 
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -23,6 +20,7 @@ from sglang.srt.plan.transformers_backend.asking import request_of
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.models.harness import TinyRunner, hf_logits, plan_for
+from srt.transformers_backend import record
 from srt.transformers_backend.tiny import KINDS, VOCAB, causal_classes, config_values, save_tiny, tiny_config
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
@@ -69,19 +67,8 @@ def answers(scheduler: Scheduler, prompts: list[list[int]]) -> list[list[int]]:
     return [collector.tokens[f"r{i}"] for i in range(len(prompts))]
 
 
-def check(outcome: str, kind: str) -> None:
-    recorded, name = json.loads(OUTCOMES.read_text()), causal_classes()[kind]
-    if os.environ.get("UPDATE_GOLDEN"):
-        outcomes = dict(sorted({**recorded["outcomes"], name: outcome}.items()))
-        recorded |= {"transformers": transformers.__version__, "outcomes": outcomes}
-        OUTCOMES.write_text(json.dumps(recorded, indent=1) + "\n")
-    assert recorded["outcomes"].get(name) == outcome
-
-
 def test_the_record_has_every_class() -> None:
-    recorded = json.loads(OUTCOMES.read_text())
-    assert recorded["outcomes"].keys() == set(causal_classes().values())
-    assert recorded["transformers"] == transformers.__version__
+    assert record.outcomes(OUTCOMES).keys() == set(causal_classes().values())
 
 
 @pytest.mark.parametrize(
@@ -90,10 +77,10 @@ def test_the_record_has_every_class() -> None:
 def test_a_class_answers_as_transformers_does_or_is_refused(kind: str, tmp_path: Path) -> None:
     if kind not in causal_classes():
         pytest.skip("another kind has its class, or its config has others inside")
-    config = tiny_config(kind)
-    facts = trial.facts_of(request_of(config_values(config, causal_classes()[kind]), str(tmp_path), False))
+    config, name = tiny_config(kind), causal_classes()[kind]
+    facts = trial.facts_of(request_of(config_values(config, name), str(tmp_path), False))
     if facts.problems:
-        check(facts.problems[0], kind)
+        record.check(OUTCOMES, name, facts.problems[0])
         return
     model = save_tiny(kind, tmp_path)
     served = scheduler(tmp_path, chunked_prefill_size=7)
@@ -108,4 +95,4 @@ def test_a_class_answers_as_transformers_does_or_is_refused(kind: str, tmp_path:
     (logits,) = runner.extend({1: prompts[0]})
     torch.testing.assert_close(logits, hf_logits(model, prompts[0]), rtol=0.0, atol=1e-3)
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
-    check("", kind)
+    record.check(OUTCOMES, name, "")

@@ -47,7 +47,7 @@ def values(kind: str, **more: Any) -> dict[str, Any]:
         pytest.param("gemma3n_text", "attend to the keys and values of other layers", id="shared keys"),
         pytest.param("bert-generation", "its attention is not causal", id="both ways"),
         pytest.param("bloom", "computes attention itself", id="own attention"),
-        pytest.param("aria_text", "decides by the values of tensors", id="waits for the device"),
+        pytest.param("jetmoe", "decides by the values of tensors", id="waits for the device"),
     ],
 )
 def test_published_classes(kind: str, does: str) -> None:

@@ -6,14 +6,11 @@ The outcomes are in text_outcomes.json; `UPDATE_GOLDEN=1` writes them. A sample 
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -21,6 +18,7 @@ from sglang.srt.models.transformers_backend import trial
 from sglang.srt.plan.transformers_backend.asking import request_of
 from sglang.srt.plan.transformers_backend.facts import CLASSIFY, EMBED
 from sglang.srt.server_args import ServerArgs
+from srt.transformers_backend import record
 from srt.transformers_backend.text_classes import expected, save_text_model, step_of, text_classes, texts
 from srt.transformers_backend.tiny import config_values, tiny_config
 
@@ -38,19 +36,8 @@ def runner_of(folder: Path, **options: Any) -> ModelRunner:
     return create_runner(args)
 
 
-def check(outcome: str, name: str) -> None:
-    recorded = json.loads(OUTCOMES.read_text())
-    if os.environ.get("UPDATE_GOLDEN"):
-        outcomes = dict(sorted({**recorded["outcomes"], name: outcome}.items()))
-        recorded = {"transformers": transformers.__version__, "outcomes": outcomes}
-        OUTCOMES.write_text(json.dumps(recorded, indent=1) + "\n")
-    assert recorded["outcomes"].get(name) == outcome
-
-
 def test_the_record_has_every_class() -> None:
-    recorded = json.loads(OUTCOMES.read_text())
-    assert recorded["outcomes"].keys() == {text_classes(task)[kind] for kind, task in CASES}
-    assert recorded["transformers"] == transformers.__version__
+    assert record.outcomes(OUTCOMES).keys() == {text_classes(task)[kind] for kind, task in CASES}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +48,7 @@ def test_a_class_returns_what_transformers_does_or_is_refused(kind: str, task: s
     name = text_classes(task)[kind]
     facts = trial.facts_of(request_of(config_values(tiny_config(kind), name), str(tmp_path), False, task))
     if facts.problems:
-        check(facts.problems[0], name)
+        record.check(OUTCOMES, name, facts.problems[0])
         return
     model = save_text_model(kind, task, tmp_path)
     runner = runner_of(tmp_path)
@@ -71,4 +58,4 @@ def test_a_class_returns_what_transformers_does_or_is_refused(kind: str, task: s
     want = torch.stack([expected(model, task, ids, pooling.method) for ids in prompts])
     torch.testing.assert_close(got, want, rtol=0.0, atol=1e-4)
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == runner.plan.memory.weights
-    check("", name)
+    record.check(OUTCOMES, name, "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 250
@@ -81,9 +81,14 @@ KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 @functools.cache
 def causal_classes() -> dict[str, str]:
-    """Returns the class of each model type, each class once."""
+    """Returns the class of each model type, each class once: with its own model type, if others have it, too."""
+
+    def borrowed(item: tuple[str, str]) -> bool:
+        kind, name = item
+        return not name.startswith(CONFIG_MAPPING_NAMES[kind].removesuffix("Config"))
+
     found: dict[str, str] = {}
-    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for kind, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), key=borrowed):
         if name not in found.values() and not nested(kind):
             found[kind] = name
     return found

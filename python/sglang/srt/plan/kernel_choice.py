@@ -22,7 +22,7 @@ from sglang.srt.plan.measured_choices import measured_choice
 from sglang.srt.server_args import ServerArgs
 
 INSTALL = {
-    "flashinfer": "pip install 'flashinfer-python>=0.6.12,<0.7'",
+    "flashinfer": "pip install 'flashinfer-python>=0.6.12,<0.8'",
     "sm120_sgl_kernel": "pip install ./sgl-kernel",
     "triton": "pip install 'triton>=3.6'",
 }

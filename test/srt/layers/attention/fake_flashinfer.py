@@ -73,7 +73,7 @@ class FakePrefillWrapper(FakeWrapper):
 
 
 class FakeLatentWrapper:
-    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used. A request without keys gets no numbers."""
+    """`BatchMLAPagedAttentionWrapper` of FlashInfer 0.6, as far as it is used; requests without keys get no numbers."""
 
     log: list[str]
 
@@ -89,7 +89,7 @@ class FakeLatentWrapper:
         q_data_type: torch.dtype, kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
         assert "graph" not in self.log, "a wrapper cannot plan in a graph"
-        self._int_workspace_buffer[:8].view(torch.int64)[0] = id(self)  # whose lists these are
+        self._lists_of_plan()[:8].view(torch.int64)[0] = id(self)  # whose lists these are
         given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         assert len(kv_indices) == kv_indptr[-1] and len(kv_len_arr) == len(kv_indptr) - 1
         if self.in_graphs:
@@ -100,12 +100,15 @@ class FakeLatentWrapper:
         self.heads, self.dims, self.page_size = num_heads, (head_dim_ckv, head_dim_kpe), page_size
         self.causal, self.scale = causal, sm_scale
 
+    def _lists_of_plan(self) -> torch.Tensor:
+        return self._int_workspace_buffer
+
     def run(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
         out: torch.Tensor, lse: torch.Tensor | None = None, return_lse: bool = False,
     ) -> None:  # fmt: skip
         assert return_lse == (lse is not None) and (lse is None or lse.dtype == torch.float32)
-        assert self._int_workspace_buffer[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie there"
+        assert self._lists_that_are_read()[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie there"
         assert q_nope.shape[1:] == (self.heads, self.dims[0]) and q_pe.shape[-1] == self.dims[1]
         assert ckv_cache.shape[1:] == (self.page_size, self.dims[0]) and kpe_cache.shape[-1] == self.dims[1]
         starts, indptr = self.buffers["qo_indptr"].tolist(), self.buffers["kv_indptr"].tolist()
@@ -123,6 +126,33 @@ class FakeLatentWrapper:
                 scores = torch.einsum("nhd,ld->nhl", q[rows].float(), keys[:, 0].float()) * self.scale
                 scores = scores.masked_fill(~seen[:, None], float("-inf"))
                 lse[rows] = scores.logsumexp(-1) / math.log(2) if length else float("nan")
+
+    def _lists_that_are_read(self) -> torch.Tensor:
+        return self._int_workspace_buffer
+
+
+class NewLatentWrapper(FakeLatentWrapper):
+    """The wrapper of FlashInfer 0.7: each plan makes an object with lists of its own, or in graphs with those of the
+    one before. A graph reads the lists that were there when it was captured."""
+
+    _planned_backend: SimpleNamespace | None = None
+    _captured: torch.Tensor | None = None
+
+    def _lists_of_plan(self) -> torch.Tensor:
+        before, lists = self._planned_backend, torch.empty(8, dtype=torch.uint8)
+        if self.in_graphs and before is not None:
+            lists = before._int_workspace_buffer
+        self._planned_backend = SimpleNamespace(_int_workspace_buffer=lists)
+        self._int_workspace_buffer = lists
+        return lists
+
+    def _lists_that_are_read(self) -> torch.Tensor:
+        assert self._planned_backend is not None
+        if not self.in_graphs:
+            return self._planned_backend._int_workspace_buffer
+        if self._captured is None:
+            self._captured = self._planned_backend._int_workspace_buffer
+        return self._captured
 
 
 class FakeRaggedWrapper:
@@ -173,11 +203,11 @@ class FakeRaggedWrapper:
 NO_KEYS = -3e4
 
 
-def fake_flashinfer(log: list[str]) -> Any:
+def fake_flashinfer(log: list[str], latent_wrapper: type = FakeLatentWrapper) -> Any:
     """The package. `log` holds "graph" while device work of a graph runs, in which no wrapper may plan."""
     decode, prefill, latent, ragged = (
         type(f"Logged{kind.__name__}", (kind,), {"log": log})
-        for kind in (FakeWrapper, FakePrefillWrapper, FakeLatentWrapper, FakeRaggedWrapper)
+        for kind in (FakeWrapper, FakePrefillWrapper, latent_wrapper, FakeRaggedWrapper)
     )
     return SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=decode,

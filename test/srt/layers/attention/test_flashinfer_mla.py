@@ -32,7 +32,7 @@ from srt.layers.attention.backend_harness import (
     store_new_tokens,
 )
 from srt.layers.attention.decode_steps import DIM, DecodeSteps, reexecuting_capture
-from srt.layers.attention.fake_flashinfer import fake_flashinfer
+from srt.layers.attention.fake_flashinfer import FakeLatentWrapper, NewLatentWrapper, fake_flashinfer
 from srt.layers.attention.kernel_table import check_table
 from srt.layers.attention.reference import Problem, relative_error
 
@@ -48,11 +48,11 @@ def described(heads: int, dim: int, rank: int) -> SimpleNamespace:
     return SimpleNamespace(layers=[SimpleNamespace(mixer=mixer)] * 2)
 
 
-@pytest.fixture
-def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+@pytest.fixture(params=[FakeLatentWrapper, NewLatentWrapper], ids=["0.6", "0.7"])
+def fake_backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The backend's module over the fake wrapper, and graphs that are the step run again."""
     log: list[str] = []
-    fake = fake_flashinfer(log)
+    fake = fake_flashinfer(log, request.param)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", fake.mla)
     for name in MODULES:
@@ -87,6 +87,15 @@ def test_every_token_is_seen(fake_backend: ModuleType, page_size: int, in_graphs
         steps.capture((2, 4))
     for number in range(20):
         assert relative_error(steps.step(), steps.expected()) < BOUND, f"step {number}"
+
+
+def test_graphs_of_all_sizes_share_their_lists(fake_backend: ModuleType) -> None:
+    """As the plan counts them: of each size they would take 8 MiB."""
+    plan = replace(plan_for(latents([9], [1])), max_running_requests=4)
+    (site,) = plan.attention_sites
+    builder = fake_backend.FlashInferMLABackend(plan, "cpu").decode_builder(site)
+    builder.prepare_graphs((1, 2, 4))
+    assert len({id(planned._wrapper._int_workspace_buffer) for planned in builder._in_graphs.values()}) == 1
 
 
 def latents(lens: list[int], new: list[int], device: str = "cpu", dims: tuple[int, int] = (DIM, RANK)) -> Problem:

@@ -1,5 +1,5 @@
 """Long prompts of latent attention over expanded keys and values, with FlashInfer's ragged wrappers (flashinfer-python
-0.6). Imported only when the plan chooses it.
+0.6 and 0.7). Imported only when the plan chooses it.
 
 One wrapper attends to the new tokens and one to each chunk of cached prefixes; their results are merged by log-sum-exp
 into one softmax. All wrappers of a step are planned on the host once, before any layer runs; layers run one after the

@@ -1,4 +1,4 @@
-"""Attention with FlashInfer's paged wrappers (flashinfer-python 0.6). Imported only when the plan chooses it.
+"""Attention with FlashInfer's paged wrappers (flashinfer-python 0.6 and 0.7). Imported only when the plan chooses it.
 
 The wrappers plan on the host: page counts come from `seq_lens_cpu`, so nothing is read back from the GPU; page indices
 are gathered on the device. A planned wrapper is bound to head counts and a window, so each attention group has wrappers
@@ -134,6 +134,8 @@ class _SiteOptions:
         max_tokens = min(plan.context_len, site.window + plan.page_size - 1) if site.window else plan.context_len
         self.max_pages_each = -(-max_tokens // plan.page_size)
         self.tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
+        # Named, because 0.7 may choose others, such as cuDNN's, which it does not capture in graphs.
+        self.decode_kernels = self.prompt_kernels if self.tensor_cores else "fa2"
 
     def pages(self, rows: DecodeRows | ExtendRows) -> Pages:
         """Returns the pages that the rows attend to."""
@@ -252,7 +254,11 @@ class FlashInferDecode:
 
     def _wrapper(self, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self.site.tensor_cores, **buffers
+            self._workspace,
+            "NHD",
+            use_tensor_cores=self.site.tensor_cores,
+            backend=self.site.decode_kernels,
+            **buffers,
         )
         return _planned(wrapper, self._workspace, lists)
 

@@ -1,4 +1,4 @@
-"""Absorbed latent attention (MLA) with FlashInfer's kernels (flashinfer-python 0.6): FA3's on GPUs with wgmma,
+"""Absorbed latent attention (MLA) with FlashInfer's kernels (flashinfer-python 0.6 and 0.7): FA3's on GPUs with wgmma,
 elsewhere FA2's, which need no more than 99 KB of shared memory. Imported only when the plan chooses it.
 
 As in `flashinfer_backend` the wrappers plan on the host, and page indices are gathered on the device. Keys and values
@@ -104,9 +104,28 @@ class _Options:
 
     def wrapper(self, workspace: torch.Tensor, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
         wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=self.kernels, **buffers)
-        # Each wrapper allocates its own lists and, unlike FlashInfer's others, has no method to replace them.
+        return _LatentWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None, lists, bool(buffers))
+
+
+class _LatentWrapper(PlannedWrapper):
+    """A wrapper for latents, which has no method to replace its lists as FlashInfer's others have.
+
+    In 0.6 it has an attribute for them. From 0.7 on each plan makes an object that has them, which outside of graphs
+    always allocates its own; in graphs it takes those of the object before it.
+    """
+
+    def __init__(self, wrapper: Any, copied: torch.cuda.Event | None, lists: torch.Tensor, in_graphs: bool) -> None:
+        super().__init__(wrapper, copied)
         wrapper._int_workspace_buffer = lists
-        return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
+        self._lists, self._in_graphs = lists, in_graphs
+
+    def plan(self, *args: Any, **options: Any) -> WrapperPlan:
+        plan = super().plan(*args, **options)
+        planned = getattr(self._wrapper, "_planned_backend", None)
+        if planned is None or not self._in_graphs or planned._int_workspace_buffer is self._lists:
+            return plan
+        planned._int_workspace_buffer = self._lists  # before any launch is captured
+        return super().plan(*args, **options)
 
 
 @dataclass(frozen=True, slots=True)

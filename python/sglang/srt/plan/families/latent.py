@@ -13,6 +13,8 @@ from sglang.srt.plan.families.config import Config
 _INDEXER_KINDS = {"F": "full", "S": "shared"}
 SPARSE_LAYER = "deepseek_sparse_attention"
 """Name in `layer_types` of layers with an indexer."""
+SPARSE_NAMES = frozenset({SPARSE_LAYER, "indexed_attention"})
+"""The second one is that of later releases of transformers."""
 
 
 def latent_attention(
@@ -32,7 +34,7 @@ def latent_attention(
     """
     is_neox_style = not c.default("indexer_rope_interleave", bool, not indexer_is_neox_style)
     indexer = indexer_of(c, is_neox_style) if c.count("index_topk") else None
-    others = {str(kind) for kind in c.default("layer_types", list, [])} - {SPARSE_LAYER}
+    others = {str(kind) for kind in c.default("layer_types", list, [])} - SPARSE_NAMES
     if indexer is not None and others:
         raise UserError(f"{c.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = c.positive("qk_rope_head_dim")
