@@ -3,8 +3,6 @@ all ranks, modules of different heights side by side; a token's sum does not dep
 
 from __future__ import annotations
 
-import itertools
-
 import interpreter
 import pytest
 import torch
@@ -17,18 +15,17 @@ DEVICE = interpreter.DEVICE
 RANKS = (17, 0, 1, 48)
 
 
-def weights_of(rows: tuple[int, ...], size: int, room: int, adapter_ranks: tuple[int, ...] = RANKS) -> AdapterWeights:
+def weights_of(rows: tuple[int, ...], size: int, room: int, dtype: torch.dtype = torch.bfloat16) -> AdapterWeights:
     """Random A and B, NaN where nothing may be read. rows: of each module; the first one comes back at the end."""
-    dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(size)
     heights = (*rows, rows[0])
     parts = torch.cat([torch.full((height,), i % len(rows)) for i, height in enumerate(heights)]).to(torch.int32)
-    slots = len(adapter_ranks)
+    slots = len(RANKS)
     a = torch.randn(slots, len(rows), room, size, generator=generator) * size**-0.5
     b = torch.randn(slots, len(parts), room, generator=generator)
-    for slot, rank in enumerate(adapter_ranks):
+    for slot, rank in enumerate(RANKS):
         a[slot, :, rank:], b[slot, :, rank:] = float("nan"), float("nan")
-    ranks = torch.tensor(adapter_ranks, dtype=torch.int32)
+    ranks = torch.tensor(RANKS, dtype=torch.int32)
     made = AdapterWeights(a.to(DEVICE, dtype), b.to(DEVICE, dtype), ranks.to(DEVICE), parts.to(DEVICE))
     return adapters.prepare_adapters(made)
 
@@ -52,7 +49,8 @@ def step_of(tokens: int, cols: int, size: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def add(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, weights: AdapterWeights) -> None:
-    adapters.add(x, out, adapters.order_tokens(slots, len(weights.ranks)), weights)
+    ordered = adapters.order_tokens(slots, len(weights.ranks))
+    adapters.expand(adapters.shrink(x, ordered, weights), out, ordered, weights)
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -89,8 +87,8 @@ def test_columns_of_the_embedding(tokens: int) -> None:
     x = columns[(ids - 30).clamp(0, 99)] * ((ids >= 30) & (ids < 130))[:, None]
     wanted, reference = exact(x, out, slots, weights), out.clone()
     ordered = adapters.order_tokens(slots, len(RANKS))
-    adapters.look_up(ids, 30, out, ordered, weights)
-    native_adapters.look_up(ids, 30, reference, slots, weights)
+    adapters.expand(adapters.look_up(ids, 30, ordered, weights), out, ordered, weights)
+    native_adapters.expand(native_adapters.look_up(ids, 30, slots, weights), reference, slots, weights)
     close(out, wanted)
     close(reference, wanted)
 
@@ -128,38 +126,6 @@ def test_rows_of_a_wider_tensor() -> None:
     add(x, wide[:, :112], slots, weights)
     close(wide[:, :112], wanted)
     assert torch.equal(wide[:, 112:], out)
-
-
-@interpreter.kernel_test
-@pytest.mark.parametrize(("tokens", "size", "room"), [(1, 2100, 32), (1, 12, 16), (7, 1300, 32), (16, 200, 16)])
-def test_one_launch_adds_what_two_do(tokens: int, size: int, room: int) -> None:
-    """Bit for bit on a GPU, with a module that is wider than a tile; and both add what the reference does."""
-    weights = weights_of((300, 40), size, room, (room, 0, 1, room - 3))
-    x, out, slots = step_of(tokens, 640, size)
-    if tokens == 1:
-        slots.fill_(1)
-    ordered, one, two, reference = adapters.order_tokens(slots, len(RANKS)), out.clone(), out.clone(), out.clone()
-    adapters.add_at_once(x, one, ordered, weights)
-    adapters.expand(adapters.shrink(x, ordered, weights), two, ordered, weights)
-    native_adapters.add_adapters(x, reference, slots, weights)
-    torch.testing.assert_close(one, two, **interpreter.SAME_BITS)
-    assert not torch.equal(one, out)
-    close(one, reference.double())
-    assert torch.equal(one[(slots == 0) | (slots == 2)], out[(slots == 0) | (slots == 2)])
-
-
-def test_when_one_launch_is_enough() -> None:
-    """Sizes of Qwen3-8B: few tokens, ranks of which a program reads all of A in short time."""
-    taken = {}
-    for (rows, size), rank in itertools.product(((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)), (16, 64)):
-        a, b = torch.empty(8, 1, rank, size, dtype=torch.bfloat16), torch.empty(8, rows, rank, dtype=torch.bfloat16)
-        parts, ranks = torch.zeros(rows, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-        weights = adapters.prepare_adapters(AdapterWeights(a, b, ranks, parts))
-        steps = (torch.empty(tokens, dtype=torch.int32) for tokens in (1, 2, 4, 5, 8, 64))
-        chunks = [adapters.Chunks(slots, torch.empty(min(len(slots), 8), 3), 16) for slots in steps]
-        taken[rows, size, rank] = [adapters.takes_one_launch(each, weights) for each in chunks].count(True)
-    of_16 = {(6144, 4096, 16): 3, (4096, 4096, 16): 4, (24576, 4096, 16): 1, (4096, 12288, 16): 2}
-    assert taken == {key: of_16.get(key, 0) for key in taken}
 
 
 @interpreter.kernel_test

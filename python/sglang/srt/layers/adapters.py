@@ -61,6 +61,9 @@ class Place:
 
 _END = re.compile(rf"(?:(?:model|language_model)\.)*(?P<name>{'|'.join((*EMBEDDINGS, *HEADS))})")
 """The embedding or the output head in an adapter, whatever the model's checkpoints call it."""
+ASIDE = 17
+"""Tokens from which A x has a stream of its own. Kernels of smaller products begin while the launch ahead of them
+ends, which a second stream would prevent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +121,39 @@ class AdapterLinear:
         self.places = [Place(self, *each) for each in zip(shards, begins, numbers, strict=True)]
 
     def added(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added."""
-        tokens = self.layers.tokens
+        """Returns what `product` computes of x [T, K], [T, N], with B A x of each token's adapter added. In the CUDA
+        graph of a large step A x is computed beside the product."""
+        layers, kernels, tokens = self.layers, self.layers.kernels, self.layers.tokens
         if tokens is None:
             return product()
         assert len(tokens.slots) == len(x), f"{len(x)} rows of a step of {len(tokens.slots)} tokens"
-        out = product()
-        self.add(x, out, tokens)
+        if layers.stream is None or len(x) < ASIDE or not torch.cuda.is_current_stream_capturing():
+            low, out = kernels.shrink(x, tokens.ordered, self.weights), product()
+        else:
+            main = torch.cuda.current_stream()
+            layers.stream.wait_stream(main)
+            with torch.cuda.stream(layers.stream):
+                low = kernels.shrink(x, tokens.ordered, self.weights, aside=True)
+            out = product()
+            main.wait_stream(layers.stream)
+        self._scale(out, tokens)
+        kernels.expand(low, out, tokens.ordered, self.weights)
         return out
 
     def add(self, x: torch.Tensor, out: torch.Tensor, tokens: StepTokens) -> None:
         """Adds B A x of the adapters of some of a step's tokens to out [R, N], what the layer has computed of x [R, K].
         That is scaled before, if adapters may do so."""
+        kernels = self.layers.kernels
         self._scale(out, tokens)
-        self.layers.kernels.add(x, out, tokens.ordered, self.weights)
+        kernels.expand(kernels.shrink(x, tokens.ordered, self.weights), out, tokens.ordered, self.weights)
 
     def look_up(self, ids: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Adds B times column ids - `first` of A of each token's adapter to out [T, N], where A has it; ids [T]."""
-        tokens = self.layers.tokens
+        kernels, tokens = self.layers.kernels, self.layers.tokens
         if tokens is not None:
             self._scale(out, tokens)
-            self.layers.kernels.look_up(ids, first, out, tokens.ordered, self.weights)
+            low = kernels.look_up(ids, first, tokens.ordered, self.weights)
+            kernels.expand(low, out, tokens.ordered, self.weights)
 
     def _scale(self, out: torch.Tensor, tokens: StepTokens) -> None:
         scales = self.layers.scales.get(self.number)
@@ -157,6 +172,7 @@ class AdapterLayers(AdapterMemory):
         assert plan.adapters is not None
         super().__init__(plan.adapters, device, dtype, most_products(plan.weights))
         self.kernels = plan.entry(ADD_ADAPTERS)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.names = names = plan.description.names.with_text_names()
         others = [i for i, layer in enumerate(plan.description.layers) if layer.on_other_stage]
         self.on_other_stages = tuple(

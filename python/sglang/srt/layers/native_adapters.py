@@ -10,8 +10,10 @@ import torch
 
 Prepare = TypeVar("Prepare")
 Order = TypeVar("Order", covariant=True)
-Add = TypeVar("Add", covariant=True)
+Shrink = TypeVar("Shrink")
 LookUp = TypeVar("LookUp")
+Expand = TypeVar("Expand")
+Add = TypeVar("Add", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,15 @@ class AdapterWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterKernels(Generic[Prepare, Order, Add, LookUp]):
+class AdapterKernels(Generic[Prepare, Order, Shrink, LookUp, Expand]):
     """What is prepared for a layer's weights, how the tokens of a step are ordered by adapter once for all layers, and
-    what adds to a layer's output, or to that of an embedding, with the types of those here."""
+    the two products of a layer, A x (in an embedding a column of A) and B times that, with the types of those here."""
 
     prepare: Prepare
     order: Order
-    add: Add
+    shrink: Shrink
     look_up: LookUp
+    expand: Expand
 
 
 def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
@@ -50,36 +53,39 @@ def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
 
 
 def order_tokens(slots: torch.Tensor, num_slots: int) -> Any:
-    """Returns what the others take of a step's tokens: here the slots as they are. slots [T] int32: the slot of a
-    token's adapter counted from 1; 0: none."""
+    """Returns what `shrink` and `expand` take of a step's tokens: here the slots as they are. slots [T] int32: the slot
+    of a token's adapter counted from 1; 0: none."""
     return slots
 
 
-def add_adapters(x: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
-    """Adds B A x of each token's adapter to out [T, N], x [T, K]. A x is rounded to the type of B."""
+def shrink(x: torch.Tensor, ordered: Any, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
+    """Returns A x of each token's adapter, [T, P, R], in the type of B; x [T, K]. aside: on a stream beside others."""
+    low = torch.zeros((len(x), *weights.a.shape[1:3]), dtype=weights.b.dtype, device=x.device)
     for slot, rank, rows in _each_adapter(ordered, weights):
         for part in range(weights.a.shape[1]):
-            low = (x[rows].float() @ weights.a[slot, part, :rank].float().T).to(weights.b.dtype)
-            _expand(low, out, rows, slot, part, weights)
+            low[rows, part, :rank] = (x[rows].float() @ weights.a[slot, part, :rank].float().T).to(low.dtype)
+    return low
 
 
-def look_up(ids: torch.Tensor, first: int, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
-    """Adds to out [T, N] what `add_adapters` would for inputs that are 1 in one place, a token's id minus `first`, and
-    0 elsewhere, or everywhere if A has no such column. ids [T]."""
+def look_up(ids: torch.Tensor, first: int, ordered: Any, weights: AdapterWeights) -> torch.Tensor:
+    """Returns `shrink`'s result for inputs that are 1 in one place, a token's id minus `first` [T], and 0 elsewhere or
+    everywhere: column ids - first of A, zeros where A has no such column."""
+    low = torch.zeros((len(ids), *weights.a.shape[1:3]), dtype=weights.b.dtype, device=ids.device)
     columns = ids - first
     here = (columns >= 0) & (columns < weights.a.shape[3])
     for slot, rank, rows in _each_adapter(ordered, weights):
         rows = rows[here[rows]]
-        _expand(weights.a[slot, 0, :rank][:, columns[rows]].T, out, rows, slot, 0, weights)
+        low[rows, 0, :rank] = weights.a[slot, 0, :rank][:, columns[rows]].T
+    return low
 
 
-def _expand(
-    low: torch.Tensor, out: torch.Tensor, rows: torch.Tensor, slot: int, part: int, weights: AdapterWeights
-) -> None:
-    """Adds B times A x of some rows [R, rank] to their columns of a part."""
-    cols = torch.nonzero(weights.parts == part).flatten()
-    delta = low.float() @ weights.b[slot][cols, : low.shape[1]].float().T
-    out[rows[:, None], cols] = (out[rows[:, None], cols].float() + delta).to(out.dtype)
+def expand(low: torch.Tensor, out: torch.Tensor, ordered: Any, weights: AdapterWeights) -> None:
+    """Adds B times `shrink`'s result to out [T, N]."""
+    for slot, rank, rows in _each_adapter(ordered, weights):
+        for part in range(weights.a.shape[1]):
+            cols = torch.nonzero(weights.parts == part).flatten()
+            delta = low[rows, part, :rank].float() @ weights.b[slot][cols, :rank].float().T
+            out[rows[:, None], cols] = (out[rows[:, None], cols].float() + delta).to(out.dtype)
 
 
 def _each_adapter(slots: torch.Tensor, weights: AdapterWeights) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -88,6 +94,11 @@ def _each_adapter(slots: torch.Tensor, weights: AdapterWeights) -> Iterator[tupl
         rows = torch.nonzero(slots == slot + 1).flatten()
         if rank and len(rows):
             yield slot, rank, rows
+
+
+def add_adapters(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, weights: AdapterWeights) -> None:
+    """Adds B A x of each token's adapter to out [T, N], x [T, K]. slots: as in `order_tokens`."""
+    expand(shrink(x, slots, weights), out, slots, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,5 +161,5 @@ def empty_slot(a: torch.Tensor, b: torch.Tensor, pinned: bool) -> tuple[torch.Te
     return one, other
 
 
-ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, add_adapters, look_up)
+ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand)
 EXPERT_ADAPTERS = ExpertAdapterKernels(order_pairs, add_to_pairs)

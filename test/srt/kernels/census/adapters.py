@@ -16,17 +16,11 @@ from .inputs import empty
 SLOTS = 8
 
 
-def tiles_of(rows: int) -> adapters.Tiles:
-    """As those of one part."""
-    table, wide = (empty(-(-rows // size), 3, dtype=torch.int32) for size in (adapters.TILE, adapters.WIDE))
-    return adapters.Tiles(table, wide, 16)
-
-
 def launch_adapters() -> None:
     """For every room of a rank, steps of one token, of few and of many, one module and several, and layers of a few
     rows."""
     for room, tokens, (rows, size) in itertools.product(
-        (16, 32, 64, 128), (1, 200, 2000), ((6144, 4096), (24, 4096), (4096, 12288))
+        (16, 32, 64, 128), (1, 100, 2000), ((6144, 4096), (24, 4096), (4096, 12288))
     ):
         parts = 3 if rows == 6144 else 1
         weights = AdapterWeights(
@@ -34,34 +28,33 @@ def launch_adapters() -> None:
             empty(SLOTS, rows, room),
             empty(SLOTS, dtype=torch.int32),
             empty(rows, dtype=torch.int32),
-            tiles_of(rows),
+            adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
         )
         with named("add_adapters", "all"):
             chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
             low = adapters.shrink(empty(tokens, size), chunks, weights)
             adapters.expand(low, empty(tokens, rows), chunks, weights)
-            if tokens == 1 and room <= adapters.EXPAND_R:
-                adapters.add_at_once(empty(tokens, size), empty(tokens, rows), chunks, weights)
 
 
 def launch_adapters_of_ends() -> None:
-    """Those of the embedding, and of the output head, whose logits are in 32 bits; a small one takes one launch."""
-    for room, tokens in itertools.product((16, 32, 64, 128), (1, 200, 2000)):
-        for rows, size, end in ((4096, 151936, "embedding"), (151936, 4096, "head"), (2048, 2048, "head")):
+    """Those of the embedding, and of the output head, whose logits are in 32 bits."""
+    for room, tokens in itertools.product((16, 64, 128), (1, 100, 2000)):
+        for rows, size, end in ((4096, 151936, "embedding"), (151936, 4096, "head")):
             weights = AdapterWeights(
                 empty(SLOTS, 1, room, size),
                 empty(SLOTS, rows, room),
                 empty(SLOTS, dtype=torch.int32),
                 empty(rows, dtype=torch.int32),
-                tiles_of(rows),
+                adapters.Tiles(empty(-(-rows // adapters.TILE), 3, dtype=torch.int32), 16),
             )
             with named("add_adapters", end):
                 chunks = adapters.order_tokens(empty(tokens, dtype=torch.int32), SLOTS)
                 if end == "embedding":
-                    ids = empty(tokens, dtype=torch.int64)
-                    adapters.look_up(ids, 0, empty(tokens, rows), chunks, weights)
+                    low = adapters.look_up(empty(tokens, dtype=torch.int64), 0, chunks, weights)
                 else:
-                    adapters.add(empty(tokens, size), empty(tokens, rows, dtype=torch.float32), chunks, weights)
+                    low = adapters.shrink(empty(tokens, size), chunks, weights)
+                out = empty(tokens, rows, dtype=torch.float32 if end == "head" else torch.bfloat16)
+                adapters.expand(low, out, chunks, weights)
 
 
 def launch_latent_adapters() -> None:

@@ -1,20 +1,15 @@
 """LoRA adapters of a linear layer, in two launches: A x into scratch (shrink), then B times that added to the layer's
-output (expand). Where a step has few tokens one launch does both (`add_kernel`). Reference: `layers/native_adapters`.
+output (expand). Reference: `layers/native_adapters`.
 
 Tokens of several adapters lie mixed in a step. Once for all layers they are ordered by adapter and cut into chunks, so
 that a program has tokens of one adapter, and a CUDA graph serves any mixture: it has as many chunks as there may be.
 Programs share the inner dimension of A, because there would be too few of them to read A at the memory's speed; their
-partial sums are added where they are read, always in the same order. The one launch adds in this order, too, so that a
-token's sum does not depend on the tokens around it.
-
-All this is launched behind the layer's own product. So the layer's inputs were written before the kernel directly
-ahead, and A x is computed while that one ends (`pdl`). Likewise the product's output is older than A x.
+partial sums are added where they are read, always in the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,15 +30,8 @@ SHRINK_R, EXPAND_R = 64, 32
 """Most rows of A, and columns of B, that a program has at once."""
 BLOCK_K = 128
 MOST_SPANS = 16
-TILE, WIDE = 128, 256
-"""Columns of the output that a row of `tiles`, and of `wide`, stands for; all of one part."""
-FEW_TILES = 4096
-"""Tiles of all tokens up to which a program has half a tile."""
-ONE_LAUNCH_TOKENS = 16
-MOST_OF_PROGRAM, MOST_READ = 448 << 10, 16 << 20
-"""Most bytes of A and x that a program, and all of them, may read where one launch does both: each reads all of its
-part, which takes a multiprocessor about 4 us, as long as the launch that is saved. Calculated for an H200, not
-measured."""
+TILE = 128
+"""Columns of the output that a row of `tiles` stands for; all of one part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,10 +48,9 @@ class Chunks:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
     """Columns of a layer's output: rows of `table` [M, 3] int32 are the first column, the end and the part of at most
-    TILE of them; `wide`: of at most WIDE. `aligned` divides all first columns."""
+    TILE of them. `aligned` divides all first columns."""
 
     table: torch.Tensor
-    wide: torch.Tensor
     aligned: int
 
 
@@ -85,16 +72,6 @@ def order_kernel(slots, order, chunks, num_tokens, num_slots, num_chunks, BLOCK:
         chunk += tl.cdiv(count, ROWS)
     for column in tl.static_range(3):
         tl.store(chunks + (chunk + at) * 3 + column, tl.zeros((BLOCK,), tl.int32), mask=chunk + at < num_chunks)
-
-
-@triton.jit
-def add_columns(total, x_rows, a_rows, here, ranked, start, K, BLOCK_K: tl.constexpr):
-    """Returns a sum [M, R] with what BLOCK_K columns of x and A contribute. x may have been written since this
-    multiprocessor last read its memory, so it comes from the L2 cache."""
-    k = start + tl.arange(0, BLOCK_K)
-    inputs = tl.load(x_rows + k[None, :], mask=here[:, None] & (k < K)[None, :], other=0.0, cache_modifier=".cg")
-    weight = tl.load(a_rows + k[:, None], mask=(k < K)[:, None] & ranked[None, :], other=0.0)
-    return tl.dot(inputs, weight, total)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -119,25 +96,28 @@ def shrink_kernel(
     slot, first, count = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     place = tl.arange(0, BLOCK_M)
     here = place < count
-    token = tl.load(order + first + place, mask=here, other=0).to(tl.int64)
-    index = (tl.maximum(slot, 1) - 1).to(tl.int64)
-    rank = tl.where(slot > 0, tl.load(ranks + index), 0)
-    blocks = tl.cdiv(R, BLOCK_R)
-    part, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
-    parts = tl.num_programs(1) // blocks
-    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    begin = tl.program_id(2) * SPAN
-    end = tl.where(block * BLOCK_R < rank, tl.minimum(begin + SPAN, K), begin)
-    x_rows, a_rows = x + token[:, None] * x_stride, a + (index * parts + part) * R * K + r[None, :] * K
-    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        total = add_columns(total, x_rows, a_rows, here, r < rank, start, K, BLOCK_K)
+    token = tl.load(order + first + place, mask=here, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    place_in_all = tl.program_id(2).to(tl.int64) * num_tokens + first + place
-    at = low + place_in_all[:, None] * (parts * R) + part * R + r[None, :]
-    tl.store(at, total, mask=here[:, None] & (r < rank)[None, :])
+    if slot > 0:
+        rank = tl.load(ranks + slot - 1)
+        blocks = tl.cdiv(R, BLOCK_R)
+        part, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
+        parts = tl.num_programs(1) // blocks
+        r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        begin = tl.program_id(2) * SPAN
+        x_rows = x + token.to(tl.int64)[:, None] * x_stride
+        a_rows = a + ((slot - 1).to(tl.int64) * parts + part) * R * K + r[None, :] * K
+        total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for start in range(begin, tl.minimum(begin + SPAN, K), BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            some = tl.load(x_rows + k[None, :], mask=here[:, None] & (k < K)[None, :], other=0.0)
+            weight = tl.load(a_rows + k[:, None], mask=(k < K)[:, None] & (r < rank)[None, :], other=0.0)
+            total = tl.dot(some, weight, total)
+        place_in_all = tl.program_id(2).to(tl.int64) * num_tokens + first + place
+        at = low + place_in_all[:, None] * (parts * R) + part * R + r[None, :]
+        tl.store(at, total, mask=here[:, None] & (r < rank)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_id"])
@@ -206,19 +186,19 @@ def expand_kernel(
     begin = tl.multiple_of(tl.load(tile), ALIGNED) + tl.program_id(1) % (TILE // BLOCK_N) * BLOCK_N
     end, part = tl.load(tile + 1), tl.load(tile + 2)
     place, col, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    some, inside = (place < count) & (slot > 0), begin + col < end
     index = tl.maximum(slot, 1) - 1
-    rank = tl.where(slot > 0, tl.load(ranks + index), 0)
-    some, inside = (place < count) & (rank > 0), begin + col < end
     token = tl.load(order + first + place, mask=some, other=0)
+    rank = tl.where(slot > 0, tl.load(ranks + index), 0)
     b_rows = b + (index.to(tl.int64) * N + begin) * R + (col[None, :] * R + r[:, None])
     weight = tl.load(b_rows, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
     at = out + token.to(tl.int64)[:, None] * out_stride + begin + col[None, :]
     changes = some[:, None] & inside[None, :]
-    before = tl.load(at, mask=changes, other=0.0, cache_modifier=".cg")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if rank > 0:
+        before = tl.load(at, mask=changes, other=0.0)
         stride = num_tokens.to(tl.int64) * width
         low_rows = low + (first + place).to(tl.int64)[:, None] * width + part * R + r[None, :]
         here = some[:, None] & (r < rank)[None, :]
@@ -231,72 +211,16 @@ def expand_kernel(
         tl.store(at, (before.to(tl.float32) + delta).to(out.dtype.element_ty), mask=changes)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def add_kernel(
-    x,
-    a,
-    b,
-    order,
-    chunks,
-    ranks,
-    tiles,  # [wide tiles, 3] int32
-    out,
-    N,
-    K,
-    R,
-    x_stride,
-    out_stride,
-    parts,
-    SPAN: tl.constexpr,  # columns of A whose products are added up before others
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # at least R
-    ALIGNED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program (chunk, tile) has all of A x of its part."""
-    chunk = chunks + tl.program_id(0) * 3
-    slot, first, count = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
-    tile = tiles + tl.program_id(1) * 3
-    begin, end, part = tl.multiple_of(tl.load(tile), ALIGNED), tl.load(tile + 1), tl.load(tile + 2)
-    place, col, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    index = (tl.maximum(slot, 1) - 1).to(tl.int64)
-    rank = tl.where(slot > 0, tl.load(ranks + index), 0)
-    some, inside = (place < count) & (rank > 0), begin + col < end
-    token = tl.load(order + first + place, mask=some, other=0).to(tl.int64)
-    b_rows = b + (index * N + begin) * R + (col[None, :] * R + r[:, None])
-    expanding = tl.load(b_rows, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
-    x_rows, a_rows = x + token[:, None] * x_stride, a + (index * parts + part) * R * K + r[None, :] * K
-    low, of_span = tl.zeros((BLOCK_M, BLOCK_R), tl.float32), tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for start in range(0, tl.where(rank > 0, K, 0), BLOCK_K):
-        of_span = add_columns(of_span, x_rows, a_rows, some, r < rank, start, K, BLOCK_K)
-        if (start + BLOCK_K) % SPAN == 0 or start + BLOCK_K >= K:
-            low += of_span
-            of_span = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    at = out + token[:, None] * out_stride + begin + col[None, :]
-    changes = some[:, None] & inside[None, :]
-    before = tl.load(at, mask=changes, other=0.0).to(tl.float32)
-    delta = tl.dot(low.to(b.dtype.element_ty), expanding)
-    tl.store(at, (before + delta).to(out.dtype.element_ty), mask=changes)
-
-
 def prepare_adapters(weights: AdapterWeights) -> AdapterWeights:
     """Returns the weights with their `Tiles`."""
-    device = weights.parts.device
     parts, counts = (each.tolist() for each in torch.unique_consecutive(weights.parts, return_counts=True))
-    ends = list(itertools.accumulate(counts))
-    runs = list(zip(parts, [0, *ends[:-1]], ends, strict=True))
-    table, wide = (
-        [(at, min(at + size, end), part) for part, begin, end in runs for at in range(begin, end, size)]
-        for size in (TILE, WIDE)
-    )
+    table, begin = [], 0
+    for part, count in zip(parts, counts, strict=True):
+        table += [(at, min(at + TILE, begin + count), part) for at in range(begin, begin + count, TILE)]
+        begin += count
+    of_columns = torch.tensor(table, dtype=torch.int32, device=weights.parts.device)
     aligned = next(size for size in (16, 8, 4, 2, 1) if not any(first % size for first, _, _ in table))
-    of_columns, of_more = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in (table, wide))
-    return dataclasses.replace(weights, tiles=Tiles(of_columns, of_more, aligned))
+    return dataclasses.replace(weights, tiles=Tiles(of_columns, aligned))
 
 
 def chunk_rows(num_tokens: int) -> int:
@@ -333,29 +257,24 @@ def _order_many(slots: torch.Tensor, num_slots: int, num_chunks: int, rows: int)
     return Chunks(order, torch.where((index < num_slots)[:, None], table, 0).to(torch.int32), rows)
 
 
-def span_of(size: int, few: bool) -> int:
-    """Returns the columns of A whose products are added up before others. few: chunks are short."""
-    return (1024 if few else 2048) * triton.next_power_of_2(triton.cdiv(size, 1024 * MOST_SPANS))
-
-
-def shrink(x: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> torch.Tensor:
+def shrink(x: torch.Tensor, ordered: Chunks, weights: AdapterWeights, aside: bool = False) -> torch.Tensor:
     """Returns A x in partial sums [spans, T, P * R] fp32, by place in the order. Rows of x are contiguous."""
     num_tokens, size = x.shape
     _, num_parts, rank, _ = weights.a.shape
     few = ordered.rows < 64
     block_r = min(SHRINK_R, triton.next_power_of_2(rank))
-    span = span_of(size, few)
+    span = (1024 if few else 2048) * triton.next_power_of_2(triton.cdiv(size, 1024 * MOST_SPANS))
     spans = triton.cdiv(size, span)
     low = torch.empty((spans, num_tokens, num_parts * rank), dtype=torch.float32, device=x.device)
     shrink_kernel[(len(ordered.table), num_parts * triton.cdiv(rank, block_r), spans)](
         x, weights.a, ordered.order, ordered.table, weights.ranks, low, num_tokens, size, rank, x.stride(0), SPAN=span,
         BLOCK_M=ordered.rows, BLOCK_K=BLOCK_K, BLOCK_R=block_r, num_warps=4, num_stages=4 if few else 2,
-        **pdl.options(),
+        **({"PDL": False} if aside else pdl.options()),
     )  # fmt: skip
     return low
 
 
-def columns_of_a(ids: torch.Tensor, first: int, ordered: Chunks, weights: AdapterWeights) -> torch.Tensor:
+def look_up(ids: torch.Tensor, first: int, ordered: Chunks, weights: AdapterWeights) -> torch.Tensor:
     """Returns columns of A as `shrink` returns A x."""
     _, num_parts, rank, size = weights.a.shape
     assert num_parts == 1
@@ -373,8 +292,8 @@ def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: Adapt
     assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
     rank = weights.a.shape[2]
     many = ordered.rows > 16
+    block_n = 64 if many or len(out) <= 64 else TILE
     tiles = weights.tiles.table
-    block_n = 64 if many or len(out) * len(tiles) <= FEW_TILES else TILE
     expand_kernel[(len(ordered.table), len(tiles) * (TILE // block_n))](
         low, weights.b, ordered.order, ordered.table, weights.ranks, tiles, out, len(out), out.shape[1], rank,
         low.shape[2], out.stride(0), SPANS=len(low), BLOCK_M=ordered.rows, BLOCK_N=block_n,
@@ -383,41 +302,4 @@ def expand(low: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: Adapt
     )  # fmt: skip
 
 
-def takes_one_launch(ordered: Chunks, weights: AdapterWeights) -> bool:
-    """Returns whether `add_at_once` is faster than `shrink` and `expand`."""
-    assert isinstance(weights.tiles, Tiles)
-    num_tokens, (rank, size) = len(ordered.order), weights.a.shape[2:]
-    if num_tokens > ONE_LAUNCH_TOKENS or rank > EXPAND_R:
-        return False
-    of_program = (rank + num_tokens) * size * weights.a.element_size()
-    programs = len(ordered.table) * len(weights.tiles.wide)
-    return of_program <= MOST_OF_PROGRAM and programs * of_program <= MOST_READ
-
-
-def add_at_once(x: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Does as `shrink` and `expand`, in one launch. Rows of x and of out are contiguous."""
-    assert isinstance(weights.tiles, Tiles) and out.shape[1] == weights.b.shape[1]
-    _, num_parts, rank, size = weights.a.shape
-    block_r = triton.next_power_of_2(rank)
-    add_kernel[(len(ordered.table), len(weights.tiles.wide))](
-        x, weights.a, weights.b, ordered.order, ordered.table, weights.ranks, weights.tiles.wide, out, out.shape[1],
-        size, rank, x.stride(0), out.stride(0), num_parts, SPAN=span_of(size, True), BLOCK_M=ordered.rows, BLOCK_N=WIDE,
-        BLOCK_K=BLOCK_K, BLOCK_R=block_r, ALIGNED=weights.tiles.aligned, num_warps=4,
-        num_stages=8 if block_r <= 16 else 4, **pdl.options(),
-    )  # fmt: skip
-
-
-def add(x: torch.Tensor, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Adds B A x to out [T, N], x [T, K]. A kernel has been launched since x was written."""
-    if takes_one_launch(ordered, weights):
-        add_at_once(x, out, ordered, weights)
-    else:
-        expand(shrink(x, ordered, weights), out, ordered, weights)
-
-
-def look_up(ids: torch.Tensor, first: int, out: torch.Tensor, ordered: Chunks, weights: AdapterWeights) -> None:
-    """Adds B times column ids - `first` of A to out [T, N], where A has it; ids [T]."""
-    expand(columns_of_a(ids, first, ordered, weights), out, ordered, weights)
-
-
-ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, add, look_up)
+ADAPTERS = AdapterKernels(prepare_adapters, order_tokens, shrink, look_up, expand)
