@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -567,6 +568,10 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
         return speaker(inputs_embeds=_embedded_views(model, prompt, ids)).logits[0]
     if model.config.model_type == "gemma4":
         arguments = _of_gemma(prompt) | {"mm_token_type_ids": _types(ids)}
+        if "pixel_values_videos" in arguments and "num_frames_per_video" in inspect.signature(model.forward).parameters:
+            for key in ("pixel_values_videos", "video_position_ids"):  # of all videos, as transformers 5.24 takes them
+                arguments[key] = arguments[key].flatten(0, 1)
+            arguments["num_frames_per_video"] = torch.tensor([len(arguments["pixel_values_videos"])])
     elif model.config.model_type == "kimi_k25":
         for key in ("pixel_values", "pixel_values_videos"):
             if key in arguments:
@@ -666,9 +671,10 @@ class ReferenceEncoder:
         if self.model.config.model_type in SEEN_FRAMES:
             frames = clips_of(self.model.config.model_type, grids)
         made = self.model.get_image_features(pixels, frames)
-        added = getattr(made, "deepstack_features", None) or []
-        pooled = made.pooler_output
-        features = torch.cat((pooled if isinstance(pooled, torch.Tensor) else torch.cat(list(pooled)), *added), dim=1)
+        levels = [made.pooler_output, *(getattr(made, "deepstack_features", None) or [])]
+        # transformers 5.24 has each level by image.
+        whole = [level if isinstance(level, torch.Tensor) else torch.cat(level) for level in levels]
+        features = torch.cat(whole, dim=1)
         return list(features.split((torch.tensor(grids).prod(1) // MERGE**2).tolist()))
 
     def _of_gemma(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
