@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import constraints
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 OLDEST, NEWEST = (
@@ -33,6 +36,23 @@ def test_every_python_is_tested_somewhere() -> None:
     tested = {python for matrix in matrices for python in matrix.get("python", [])}
     tested |= {row["python"] for matrix in matrices for row in matrix.get("include", []) if "python" in row}
     assert tested == {f"3.{number}" for number in range(OLDEST, NEWEST + 1)}
+
+
+def test_pins_that_need_a_newer_python_say_so() -> None:
+    """A pin without a marker holds on the oldest Python; what is installed says whether it can."""
+    oldest, looked_at, wrong = f"3.{OLDEST}", 0, []
+    for line in constraints.constraints((ROOT / "constraints.txt").read_text(), (), "2.13.0+cpu"):
+        pin = Requirement(line)
+        if pin.marker is not None and not pin.marker.evaluate({"python_version": oldest}):
+            continue
+        try:
+            needs = metadata(pin.name)
+        except PackageNotFoundError:
+            continue
+        if needs["Version"] in pin.specifier:
+            looked_at += 1
+            wrong += [] if f"{oldest}.99" in SpecifierSet(needs["Requires-Python"] or "") else [line]
+    assert not wrong and looked_at > 50
 
 
 def make(*arguments: str) -> str:
