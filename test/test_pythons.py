@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, metadata
@@ -63,8 +64,21 @@ def make(*arguments: str) -> str:
 
 def test_uv_installs_where_it_is_there() -> None:
     text = make("UV=/bin/uv", "PYTHON=/bin/python3.14")
-    assert "/bin/uv venv --seed --python '/bin/python3.14' .venv" in text
+    assert "/bin/uv venv --seed --allow-existing --python '/bin/python3.14' .venv" in text
     assert text.count("/bin/uv pip install --python .venv/bin/python ") == 4 and "-m pip" not in text
+
+
+def test_uv_gets_the_settings_of_pip() -> None:
+    command = ["make", "--eval", "shown: ; @echo $(PIP) $$UV_FIND_LINKS", "shown", "UV=/bin/uv"]
+    settings = {"PATH": os.environ["PATH"], "PIP_FIND_LINKS": "/a  /b", "PIP_NO_INDEX": "1"}
+    shown = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=True).stdout
+    assert shown == "/bin/uv pip install --python .venv/bin/python --no-index /a,/b\n"
+
+
+def test_torch_is_the_one_that_is_asked_for() -> None:
+    assert "pip install --no-compile 'torch';" in make("UV=")
+    text = make("UV=", "TORCH=2.14.1")
+    assert "pip install --no-compile 'torch==2.14.1';" in text and "'torch==2.14.1+cpu'" in text
 
 
 def test_pip_installs_where_there_is_no_uv() -> None:
