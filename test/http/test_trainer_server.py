@@ -20,8 +20,8 @@ from PIL import Image
 import sglang
 import sglang.srt.entrypoints.engine as engine_names
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.entrypoints import trainer_server
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.entrypoints import trainer_server
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_native import GenerateBody
 from sglang.srt.entrypoints.http_server import Engine, ServerArgs, _GlobalState, app, set_global_state
