@@ -58,10 +58,16 @@ INSTALLED := .venv/.installed
 
 # pip compiles modules unless it is told not to: most of what is installed is never imported, and those that are get
 # compiled then, which saves a minute. uv compiles none. It takes no settings of pip, so those for indexes are passed on,
-# and several indexes are one to it only if it is told so.
-PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
+# and several indexes are one to it only if it is told so. Its find-links have commas between them.
+UV_INSTALL = $(UV) pip install --python $(BIN)/python $(if $(filter-out 0,$(PIP_NO_INDEX)),--no-index)
+PIP := $(if $(UV),$(UV_INSTALL),$(BIN)/python -m pip install --no-compile)
 export UV_INDEX_STRATEGY ?= unsafe-best-match
-$(foreach name,INDEX_URL EXTRA_INDEX_URL FIND_LINKS,$(if $(PIP_$(name)),$(eval export UV_$(name) ?= $$(PIP_$(name)))))
+$(foreach name,INDEX_URL EXTRA_INDEX_URL,$(if $(PIP_$(name)),$(eval export UV_$(name) ?= $$(PIP_$(name)))))
+EMPTY :=
+COMMA := ,
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(subst $(EMPTY) ,$(COMMA),$(strip $(PIP_FIND_LINKS)))
+endif
 
 .PHONY: help serve test test-changed test-record clean-record lab fuzz quality quality-forms thorough page site clients schemas schedules mutations failures ray stores ledger gpu install check lint types imports compiled unit format clean
 
@@ -158,14 +164,14 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.10 to 3.14, or set PYTHON=" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { \
 		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.10 to 3.14 is needed. Set PYTHON=" >&2; exit 1; }
-	$(if $(UV),$(UV) venv --seed --python '$(PYTHON)' .venv,$(PYTHON) -m venv .venv)
+	$(if $(UV),$(UV) venv --seed --allow-existing --python '$(PYTHON)' .venv,$(PYTHON) -m venv .venv)
 
 # torch goes first and alone. Without a GPU: its CPU build, a tenth of the size, where the package index has one (for
-# others set PIP_EXTRA_INDEX_URL to PyTorch's). With a GPU: the default build.
+# others set PIP_EXTRA_INDEX_URL to PyTorch's). With a GPU: the default build, the newest unless TORCH= names one.
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 		echo "Installing for CUDA, once. Step 1 of 2: PyTorch and CUDA's libraries, about 3 GB."; \
-		$(PIP) torch; \
+		$(PIP) 'torch$(if $(filter-out file,$(origin TORCH)),==$(TORCH))'; \
 	else \
 		echo "Installing for CPU (no NVIDIA GPU found), once. Step 1 of 2: PyTorch, about 200 MB."; \
 		$(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) 'torch==$(TORCH)'; \

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import constraints
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 OLDEST, NEWEST = (
@@ -35,6 +39,23 @@ def test_every_python_is_tested_somewhere() -> None:
     assert tested == {f"3.{number}" for number in range(OLDEST, NEWEST + 1)}
 
 
+def test_pins_that_need_a_newer_python_say_so() -> None:
+    """A pin without a marker holds on the oldest Python; what is installed says whether it can."""
+    oldest, looked_at, wrong = f"3.{OLDEST}", 0, []
+    for line in constraints.constraints((ROOT / "constraints.txt").read_text(), (), "2.13.0+cpu"):
+        pin = Requirement(line)
+        if pin.marker is not None and not pin.marker.evaluate({"python_version": oldest}):
+            continue
+        try:
+            needs = metadata(pin.name)
+        except PackageNotFoundError:
+            continue
+        if needs["Version"] in pin.specifier:
+            looked_at += 1
+            wrong += [] if f"{oldest}.99" in SpecifierSet(needs["Requires-Python"] or "") else [line]
+    assert not wrong and looked_at > 50
+
+
 def make(*arguments: str) -> str:
     """What `make install` would run."""
     command = ["make", "--dry-run", "--always-make", "install", *arguments]
@@ -43,8 +64,21 @@ def make(*arguments: str) -> str:
 
 def test_uv_installs_where_it_is_there() -> None:
     text = make("UV=/bin/uv", "PYTHON=/bin/python3.14")
-    assert "/bin/uv venv --seed --python '/bin/python3.14' .venv" in text
+    assert "/bin/uv venv --seed --allow-existing --python '/bin/python3.14' .venv" in text
     assert text.count("/bin/uv pip install --python .venv/bin/python ") == 4 and "-m pip" not in text
+
+
+def test_uv_gets_the_settings_of_pip() -> None:
+    command = ["make", "--eval", "shown: ; @echo $(PIP) $$UV_FIND_LINKS", "shown", "UV=/bin/uv"]
+    settings = {"PATH": os.environ["PATH"], "PIP_FIND_LINKS": "/a  /b", "PIP_NO_INDEX": "1"}
+    shown = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=True).stdout
+    assert shown == "/bin/uv pip install --python .venv/bin/python --no-index /a,/b\n"
+
+
+def test_torch_is_the_one_that_is_asked_for() -> None:
+    assert "pip install --no-compile 'torch';" in make("UV=")
+    text = make("UV=", "TORCH=2.14.1")
+    assert "pip install --no-compile 'torch==2.14.1';" in text and "'torch==2.14.1+cpu'" in text
 
 
 def test_pip_installs_where_there_is_no_uv() -> None:

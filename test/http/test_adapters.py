@@ -21,6 +21,7 @@ from live_server import LiveServer, live_server
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.sent_tensors import sent_file
 
 PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?\nAnswer:"
 
@@ -252,6 +253,12 @@ def test_an_adapter_of_a_trainer_on_this_machine(http: httpx.Client, folders: di
     assert generate(http, lora_path="verl") == generate(http, lora_path="a")
     again = http.post("/load_lora_adapter_from_tensors", json=body | {"lora_name": "verl 2"})
     assert again.status_code == 400 and "was sent before" in again.text
+    handle = MultiprocessingSerializer.serialize(tensors, output_str=True)
+    file = sent_file(base64.b64decode(handle))
+    assert file is not None and file.exists()
+    refused = body | {"serialized_named_tensors": [handle], "load_format": "flattened_bucket"}
+    assert http.post("/load_lora_adapter_from_tensors", json=refused).status_code == 400
+    assert not file.exists(), "the server removes what it is sent, also where it refuses the call"
     assert http.post("/unload_lora_adapter", json={"lora_name": "verl"}).status_code == 200
 
 

@@ -169,6 +169,13 @@ def test_adapters() -> None:
 
         said = {name: ask(name).json()["choices"][0]["message"]["content"] for name in names}
         assert len({*said.values()}) == 3
+        tags = {"tags": ["kv_cache"]}  # verl gives the cache alone back, loads its adapter and takes the cache again
+        meanwhile = {**body, "lora_name": "meanwhile", "lora_path": f"{ADAPTERS_PATH}/ahoy"}
+        assert http.post("/release_memory_occupation", json=tags).status_code == 200
+        loaded = http.post("/load_lora_adapter", json=meanwhile)
+        assert loaded.status_code == 200, loaded.text
+        assert http.post("/resume_memory_occupation", json=tags).status_code == 200
+        assert ask("meanwhile").json()["choices"][0]["message"]["content"] == said["ahoy"]
         assert http.post("/sleep?level=1").status_code == 200
         for name in names:
             assert ask(name).status_code == 503

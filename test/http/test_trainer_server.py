@@ -1,11 +1,12 @@
 """A trainer that starts the server itself, in its own process and event loop: the calls of verl 0.9.1's server class in
-their order. `make verl` runs that class itself.
+their order. `make clients` runs that class itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import sglang
 import sglang.srt.entrypoints.engine as engine_names
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.entrypoints import trainer_server
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_native import GenerateBody
 from sglang.srt.entrypoints.http_server import Engine, ServerArgs, _GlobalState, app, set_global_state
@@ -105,13 +107,70 @@ async def the_calls_of_verl() -> None:
         assert [each async for each in steps][-1]["output_ids"] == first["output_ids"]
         with pytest.raises(RequestError, match="output_dir is not supported"):
             await manager.start_profile(output_dir="/tmp", with_stack=False, num_steps=None)
+        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        waiting = asyncio.ensure_future(generate(manager, "3"))
+        while manager._manager.num_unfinished == 0:
+            await asyncio.sleep(0.01)
     server.should_exit = True
     await task
+    with pytest.raises(RequestError, match="shutting down"):
+        await asyncio.wait_for(waiting, 60)
     assert not [pid for pid in manager._handle.process_ids.values() if Path(f"/proc/{pid}").exists()]
 
 
 def test_the_calls_of_verl() -> None:
     asyncio.run(the_calls_of_verl())
+
+
+@pytest.mark.parametrize("part", ["template", "engine", "renderers", "processes"])
+def test_nothing_is_left_of_a_failed_launch(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def step(name: str) -> Callable[..., Any]:
+        def call(*_: Any) -> None:
+            calls.append(name)
+            if name == part:
+                raise UserError(name)
+
+        return call
+
+    manager = SimpleNamespace(end_helpers=step("end helpers"), close=step("close manager"))
+    handle = SimpleNamespace(manager=manager, wait_ready=step("processes"), shutdown=step("shutdown"))
+    state = SimpleNamespace(connect=step("renderers"), close=step("close state"))
+    monkeypatch.setattr(trainer_server, "ServerState", lambda args: step("template")(args) or state)
+    monkeypatch.setattr(trainer_server, "launch_engine", lambda args: step("engine")(args) or handle)
+    with pytest.raises(UserError, match=part):
+        trainer_server.launch(ServerArgs(model_path=DEFAULT_MODEL_PATH))
+    begun = ["template", "engine", "renderers", "processes"]
+    left = begun.index(part) + 1
+    assert calls[:left] == begun[:left]
+    ended = {"close state", "shutdown", "end helpers", "close manager"} if left > 2 else set()
+    assert set(calls[left:]) == ended
+
+
+@pytest.mark.parametrize("error", [RequestError("no adapter"), OSError("no file"), asyncio.CancelledError()])
+def test_a_server_that_cannot_start_says_so(error: BaseException) -> None:
+    """uvicorn serves on where an exception leaves the application."""
+    calls: list[Any] = []
+
+    async def attach() -> None:
+        raise error
+
+    async def send(message: Any) -> None:
+        calls.append(message)
+
+    async def receive() -> dict[str, str]:
+        return {"type": "lifespan.startup"}
+
+    manager: Any = SimpleNamespace(attach=attach, close=lambda: calls.append("closed"))
+    live = trainer_server._live(manager, receive, send)
+    if isinstance(error, Exception):
+        asyncio.run(live)
+        assert calls == ["closed", {"type": "lifespan.startup.failed", "message": str(error)}]
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(live)
+        assert calls == ["closed"]
 
 
 def test_processes_of_others_are_refused() -> None:

@@ -65,6 +65,14 @@ def test_three_sources_agree(tmp_path: Path) -> None:
     assert from_python.model_overrides() == {"rope_theta": 5}
 
 
+def test_other_names_of_values_in_python() -> None:
+    """Trainers make arguments themselves, and check them later."""
+    args = ServerArgs(model_path="m", dtype="half", load_balance_method="follow_bootstrap_room")
+    args.check()
+    assert (args.dtype, args.load_balance_method) == ("float16", "auto")
+    assert dataclasses.replace(args, dtype="bf16").dtype == "bfloat16"
+
+
 def test_command_line_beats_file(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("model-path: m\nport: 1111\ntp: 4\n")

@@ -166,7 +166,7 @@ def _check_caches(args: argparse.Namespace) -> None:
     """Raises UserError for what the scales of the cache would be refused for, before any weight is read."""
     from sglang.quantize.cache_scales import check_caches
 
-    check_caches(args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device, True)
+    check_caches(args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device)
 
 
 def _cache_scales(args: argparse.Namespace) -> dict[str, torch.Tensor]:

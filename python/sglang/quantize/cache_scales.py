@@ -201,12 +201,12 @@ class CacheCalibration:
         yield from self.layers.items()
 
 
-def check_caches(model_path: str, prompts: str, max_tokens: int, device: str, into_checkpoint: bool) -> None:
+def check_caches(model_path: str, prompts: str, max_tokens: int, device: str) -> None:
     """Raises the UserErrors of `calibrate_caches`, and of the tensors of a checkpoint, that follow from the headers of
     the weights and the prompts: quantizing may take hours before the caches are measured."""
     args, model, _ = prepared(model_path, prompts, max_tokens, device)
     plan = _plan(args, model)
-    if into_checkpoint and plan.description.transformers_class is not None:
+    if plan.description.transformers_class is not None:
         raise UserError(NO_NAMES)
 
 

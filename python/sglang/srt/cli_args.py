@@ -148,7 +148,7 @@ def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
     if value is None and optional:
         return None
     element = get_args(kind)[0] if get_args(kind) else kind
-    value = _our_value(name, value) if isinstance(value, str) else value
+    value = our_value(name, value) if isinstance(value, str) else value
     try:
         if get_args(kind):  # list[...]
             values = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -165,7 +165,8 @@ def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
     return result
 
 
-def _our_value(name: str, value: str) -> str:
+def our_value(name: str, value: str) -> str:
+    """Returns what this server calls a value of a field, or has instead: then it warns."""
     value = compat.VALUE_ALIASES.get((name, value), value)
     tuning = compat.TUNING_VALUES.get(name)
     if tuning is None or value not in tuning.values:

@@ -5,6 +5,7 @@ A field that depends on the model or the GPU stays None here; the plan decides i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -19,7 +20,7 @@ from sglang.srt.arguments.kernels import KernelArgs
 from sglang.srt.arguments.model import ModelArgs
 from sglang.srt.arguments.serving import LoggingArgs, ServingArgs
 from sglang.srt.arguments.sleep import SleepArgs
-from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, resolve_keywords
+from sglang.srt.cli_args import OptionTable, coerce_values, option, our_value, parse_argv, resolve_keywords
 from sglang.srt.configs.adapters.arguments import written
 from sglang.srt.configs.load_balance import BALANCE_METHODS, LOAD_METHODS, TOTAL_TOKENS
 from sglang.srt.configs.merge_methods import MERGE_METHODS
@@ -38,10 +39,12 @@ _LOGIN = re.compile(r"//[^/\s]*@")
 
 
 class _OrFlags(type):
-    """Creates arguments also from flags of SGLang that are no fields here, as trainers do: then all are checked."""
+    """Creates arguments also by other names of values, and from flags of SGLang that are no fields here, as trainers
+    do: then all are checked."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
-        if values.keys() <= cls.__dict__["__dataclass_fields__"].keys():
+        values = {name: our_value(name, each) if isinstance(each, str) else each for name, each in values.items()}
+        if values.keys() <= {field.name for field in dataclasses.fields(cls)}:  # type: ignore[arg-type]
             return super().__call__(*args, **values)
         return cls.from_kwargs(**values)  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.plan.host_cache import GIB
@@ -61,3 +62,18 @@ def test_the_memory_of_mooncake(
         assert "it takes 4.00 GiB of main memory in each of 2 ranks" in caplog.text
     else:
         assert "smaller global_segment_size" in said and not opened
+        assert f"refused: {said}" in caplog.text, "another rank refers to this log"
+
+
+def test_a_store_that_a_rank_cannot_open(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*args: Any) -> None:
+        raise UserError("no such folder")
+
+    scheduler: Any = SimpleNamespace(
+        host_tiers=[SimpleNamespace(storage=None)], sync=lambda: None, reqs={}, runner=None,
+        args=SimpleNamespace(hicache_storage_prefetch_policy="timeout"),
+    )  # fmt: skip
+    monkeypatch.setattr(storage_control, "open_store", refuse)
+    wanted = {"backend": "file", "extra": None, "prefetch_policy": None, "write_policy": None}
+    assert storage_control.attach(scheduler, wanted) == "no such folder"
+    assert "refused: no such folder" in caplog.text

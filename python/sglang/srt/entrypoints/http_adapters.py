@@ -92,10 +92,10 @@ async def _load(request: Request, adapters: ServedAdapters) -> LoadAdapterBody:
 
 def _sent_weights(body: SentAdapterBody) -> bytes:
     """Returns the safetensors bytes of a body. Raises ApiError 400 for other forms: a pickle could run code."""
+    contents = {_sent_content(each) for each in dict.fromkeys(body.serialized_named_tensors)}
     for field, reason in _REFUSED_FIELDS.items():
         if getattr(body, field):
             raise bad_request(f"{field} is not supported: {reason}", param=field)
-    contents = {_sent_content(each) for each in dict.fromkeys(body.serialized_named_tensors)}
     if len(contents) != 1:
         raise bad_request("serialized_named_tensors needs one file, or the same for each rank: ranks take their shares")
     weights = contents.pop()

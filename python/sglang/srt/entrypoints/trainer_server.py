@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -36,6 +38,8 @@ from sglang.srt.managers.reap import close_together
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import set_ulimit
 
+logger = logging.getLogger(__name__)
+
 B = TypeVar("B", bound=Body)
 
 
@@ -47,13 +51,14 @@ def launch(args: ServerArgs) -> LaunchedManager:
     if args.node_rank:
         raise UserError("machines with --node-rank above 0 have no engine: start them with `sglang serve`.")
     set_ulimit()
-    handle = launch_engine(args)
     state = ServerState(args)
+    handle = launch_engine(args)
     try:
         state.connect(handle.manager)
         handle.wait_ready()
     except BaseException:
-        close_together([state.close, handle.shutdown])
+        close_together([state.close, handle.shutdown, handle.manager.end_helpers])
+        handle.manager.close()
         raise
     return LaunchedManager(handle, state)
 
@@ -67,13 +72,12 @@ class LaunchedManager:
 
     @property
     def server_status(self) -> ServerStatus:
-        """Returns what /health says. Trainers set it once they serve, when it is right already."""
+        """Returns what /health says. Trainers set it once they serve, which changes nothing: `attach` has."""
         return self._manager.status
 
     @server_status.setter
     def server_status(self, status: ServerStatus) -> None:
-        if status is ServerStatus.UP:
-            self._manager.mark_up()
+        pass
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[dict[str, Any]]:
         """Yields the dicts of `/generate`: one, or with `stream` one a step."""
@@ -84,8 +88,10 @@ class LaunchedManager:
         if not call.stream:
             yield await native_results(self._manager, call)  # type: ignore[misc]  # a list for a batch
             return
-        async for result in native_stream(self._manager, call, self.server_args.incremental_streaming_output):
-            yield result
+        results = native_stream(self._manager, call, self.server_args.incremental_streaming_output)
+        async with contextlib.aclosing(results):
+            async for result in results:
+                yield result
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ends a request, or all."""
@@ -139,6 +145,7 @@ class LaunchedManager:
     def close(self) -> None:
         """Ends the processes; requests that run fail."""
         self._manager.begin_shutdown()
+        self._manager.fail_all(RequestError("The server is shutting down.", 503))
         close_together([self._handle.shutdown, self._manager.end_helpers, self.state.close])
         self._manager.close()
 
@@ -187,8 +194,12 @@ async def _live(manager: LaunchedManager, receive: Receive, send: Send) -> None:
     await receive()
     try:
         await manager.attach()
-    except (RequestError, UserError) as error:
+    except BaseException as error:  # uvicorn takes one that leaves for an application without a start, and serves
         manager.close()
+        if not isinstance(error, Exception):
+            raise
+        if not isinstance(error, (RequestError, UserError)):
+            logger.exception("The server cannot start")
         await send({"type": "lifespan.startup.failed", "message": str(error)})
         return
     await send({"type": "lifespan.startup.complete"})

@@ -68,6 +68,7 @@ from sglang.srt.managers.wire.io_struct import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.engine_state import WEIGHTS
 from sglang.srt.utils.free_memory import release_free_memory
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 
@@ -375,7 +376,10 @@ class SchedulerProcess:
         return ControlReply(msg.id, self._adapters().is_read(msg.args["adapter"]))
 
     def _load_adapter(self, msg: ControlReq) -> ControlReply:
-        if self.state.asleep:
+        layers = self.runner.adapters
+        assert layers is not None
+        # An adapter is read into main memory; what DoRA scales is read from the weights.
+        if WEIGHTS in self.state.asleep or (self.state.weights_lost and layers.plan.dora):
             self._adapters().forget_reading(msg.args["adapter"])
             return ControlReply(msg.id, False, self.state.problem, {"status": 503})
         problem = self._adapters().end(msg.args["adapter"], msg.args["pinned"])

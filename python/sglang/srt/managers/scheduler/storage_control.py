@@ -50,6 +50,7 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
         assert config is not None
         taken = _memory_of(scheduler, config)
     except UserError as error:
+        logger.error("A store of cached prefixes is refused: %s", error)
         problem = str(error)
     if not parallel_state.all_reduce_min([int(not problem)])[0]:  # before any rank takes the memory
         return problem or "Another rank cannot have the store; its log says why."
@@ -58,6 +59,7 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
     try:
         engine = open_store(scheduler.args, scheduler.runner, parallel_state.rank(), config)
     except UserError as error:
+        logger.error("A store of cached prefixes is refused: %s", error)
         problem = str(error)
     except Exception as error:  # a custom class may raise anything
         logger.exception("A store of cached prefixes cannot be attached")
