@@ -30,7 +30,7 @@ def _tokens(columns: int, rows: int, merge: int) -> int:
 def _fit(width: float, height: float, patch: int, merge: int, maximum: int) -> tuple[int, int]:
     """Looks for the size with fewer and fewer tokens: what fills pairs of rows up is not in the estimate."""
     columns, rows = math.ceil(width / patch), math.ceil(height / patch)
-    for budget in range(maximum - FILL, _LEAST - ALIGNED, -1):
+    for budget in range(maximum - FILL, _LEAST - 2 * ALIGNED, -1):
         if _tokens(columns, rows, merge) <= maximum:
             break
         columns, rows = _pairs_within(budget, width, height, patch, merge)
