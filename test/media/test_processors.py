@@ -426,6 +426,17 @@ def test_pictures_of_deepseek_v4_vision(tmp_path: Path) -> None:
         read_processor_files(tmp_path, "deepseek_v4", "{}", {"vision_n_layers": 0})
 
 
+def test_limits_of_deepseek_v4_vision_are_those_of_its_config(tmp_path: Path) -> None:
+    """Memory is planned for them, whatever a file says that somebody put beside the weights."""
+    written = {"max_image_tokens": 1024, "size": {"shortest_edge": 1, "longest_edge": 900}, "image_mean": [0.0] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    files = read_processor_files(tmp_path, "deepseek_v4", "{}", OF_V4)
+    got = image_processor(files)(picture(4096, 4096))
+    assert got.grid[1:] == v4_size(4096, 4096, 384) and files.image["image_mean"] == written["image_mean"]
+    with pytest.raises(UserError, match="max_image_tokens must be from 16 to 384"):
+        read_processor_files(tmp_path, "deepseek_v4", '{"image": {"max_image_tokens": 385}}', OF_V4)
+
+
 def test_settings_of_deepseek_v41_are_in_its_config(tmp_path: Path) -> None:
     """Published checkpoints have no files for processors; those that transformers writes have a `size` of pixels and
     tokens."""

@@ -1,4 +1,5 @@
-"""Pictures of DeepSeek-V4's vision edition, whose settings stand in config.json.
+"""Pictures of DeepSeek-V4's vision edition, whose settings stand in config.json; they count, whatever a file of a
+processor says.
 
 Source of sizes: the image processor beside the checkpoint, as its ports describe it.
 """
@@ -63,4 +64,4 @@ def _keys(config: Mapping[str, Any]) -> Settings:
     return {} if keys is None else {**keys, _MOST: keys.get("max_image_tokens")}
 
 
-PROCESSOR = Processor(views=views_of(_fit, _tokens), keys=_keys, check=_check)
+PROCESSOR = Processor(views=views_of(_fit, _tokens), keys=_keys, of_config=_keys, check=_check)
