@@ -286,3 +286,4 @@ def test_an_edition_without_an_encoder_reads_text() -> None:
     config = json.loads((PUBLISHED / "config.json").read_text())
     assert FLAT.keys() <= config.keys() and IMAGE != 0
     assert describe_media(config | {"vision_n_layers": 0}) is None
+    assert describe_media(config | {"model_type": "deepseek_ref"}) == describe_media(config)
