@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "compare":
         return compare_all(args.folder)
     args.out.mkdir(parents=True, exist_ok=True)
-    paths = [*(str(ROOT / part) for part in ("python", "test", "lab/gpu")), os.environ.get("PYTHONPATH", "")]
+    given = os.environ.get("PYTHONPATH")
+    paths = [*(str(ROOT / part) for part in ("python", "test", "lab/gpu")), *([given] if given else [])]
     environment = os.environ | {
         FOLDER: str(args.out.resolve()), "SGLANG_FORCE_ARCH": "sm_120", "PYTHONPATH": os.pathsep.join(paths),
     }  # fmt: skip
@@ -144,7 +145,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> int:
     """Returns the largest difference in units of the last place, of integers the largest difference. The unit is that
     of the value or, where that is larger, of the tensor's root mean square: sums that cancel keep the errors of what
     they add."""
-    ours, theirs = ours.contiguous(), theirs.contiguous()
+    ours, theirs = ours.contiguous().reshape(-1), theirs.contiguous().reshape(-1)
     if not theirs.numel() or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
         return 0
     if not ours.is_floating_point() or ours.element_size() == 1:

@@ -9,7 +9,17 @@ import pytest
 
 LAB = Path(__file__).parents[1]
 BENCHMARK = LAB.parent / "benchmark"
-FOLDERS = ("kernels", "kernels/fused_moe_triton", "kernels/card", "parallel", "peers", "media", "evals", "speculation")
+FOLDERS = (
+    "kernels",
+    "kernels/fused_moe_triton",
+    "kernels/card",
+    "parallel",
+    "peers",
+    "media",
+    "evals",
+    "speculation",
+    "gpu",
+)
 sys.path[:0] = [str(LAB), *(str(root / name) for root in (LAB, BENCHMARK) for name in FOLDERS)]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH, SEEING_PATH
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.http_sessions import SessionParams, begin_turn
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.media import expansion
@@ -23,12 +24,13 @@ from sglang.srt.managers.front.media.media_tokens import MediaTokens, media_toke
 from sglang.srt.managers.front.media.messages import Features
 from sglang.srt.managers.front.media.served_media import served_media
 from sglang.srt.managers.front.request_preparation import RequestPreparer
+from sglang.srt.managers.front.sessions import SessionStore, Turn
 from sglang.srt.managers.wire.io_struct import MediaItem
 from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.shared_array import SharedArray
 
-IMAGE, VIDEO, START, END = 90, 91, 92, 93
+IMAGE, VIDEO, START, END, BOS = 90, 91, 92, 93, 94
 QWEN = MediaTokens("qwen3_vl", IMAGE, VIDEO, START, END)
 GEMMA = MediaTokens("gemma4", IMAGE, run_start=80, run_end=81)
 
@@ -63,6 +65,35 @@ def test_images_begin_at_multiples(before: int) -> None:
     with pytest.raises(RequestError, match="without session_params"):
         moved(items, 5, tokens)
     assert moved([], 5, tokens) == []
+
+
+@pytest.mark.parametrize(("kept", "ids"), [(8, [7, IMAGE]), (9, [BOS, 7, IMAGE]), (5, [BOS, IMAGE])])
+def test_a_session_goes_on_with_an_image_behind_a_dropped_bos(kept: int, ids: list[int]) -> None:
+    """The image keeps its distance from a multiple: what counts is where it comes to stand."""
+    first, store = Turn("first", None, np.full(kept, 7, np.int32), kept), SessionStore()
+    store.open(100, "s")
+    store.begin("s", first, replaces=False)
+    store.end("s", first, [])
+    tokens = MediaTokens("deepseek_v4", IMAGE, fill=3)
+    released: list[MediaItem] = []
+
+    async def prompt_ids(*_: Any, **__: Any) -> Any:
+        return expansion.expand(np.array(ids, np.int32), [placed("image", 9)], tokens)
+
+    async def input_ids(prompt: Any) -> Any:
+        return prompt
+
+    manager: Any = SimpleNamespace(
+        preparer=SimpleNamespace(prompt_ids=prompt_ids, input_ids=input_ids),
+        tokenizer=SimpleNamespace(bos_token_id=BOS),
+        media=SimpleNamespace(tokens=tokens, files=SimpleNamespace(release=released.extend)),
+        replica_for=lambda *_: 0,
+        abort=None,
+    )
+    turn = asyncio.run(begin_turn(manager, store, GenerateRequest(), SessionParams("s", "first")))
+    ((begin, end),) = turn.media[0].spans
+    assert turn.tokens.tolist() == [*[7] * begin, *[IMAGE] * (end - begin)] and end == len(turn.tokens)
+    assert BOS not in turn.tokens and end - begin == 9 - begin % 4 and len(released) == 1
 
 
 def test_an_image_and_a_video_in_one_prompt() -> None:

@@ -413,16 +413,28 @@ def test_pictures_of_deepseek_v4_vision(tmp_path: Path) -> None:
         rows, columns = v4_size(*size, 384)
         assert got.grid == (1, rows, columns) and got.num_tokens == paired(rows, columns) <= 384, size
         assert got.pixels.shape == (rows * columns, 588)
-    fewer = read_processor_files(tmp_path, "deepseek_v4", '{"image": {"max_image_tokens": 40}}', OF_V4)
-    for size in ((640, 480), (3000, 20), (30, 3000)):
-        got = image_processor(fewer)(picture(*size))
-        assert got.grid[1:] == v4_size(*size, 40) and got.num_tokens <= 40
+    for most in (16, 40):
+        fewer = read_processor_files(tmp_path, "deepseek_v4", json.dumps({"image": {"max_image_tokens": most}}), OF_V4)
+        for size in ((640, 480), (3000, 20), (30, 3000), (900, 100)):
+            got = image_processor(fewer)(picture(*size))
+            assert got.grid[1:] == v4_size(*size, most) and got.num_tokens <= most, size
     for limit in (15, 385):
         given = json.dumps({"image": {"max_image_tokens": limit}})
         with pytest.raises(UserError, match=f"max_image_tokens must be from 16 to 384 for this model; got {limit}"):
             read_processor_files(tmp_path, "deepseek_v4", given, OF_V4)
     with pytest.raises(UserError, match="language-model-only"):
         read_processor_files(tmp_path, "deepseek_v4", "{}", {"vision_n_layers": 0})
+
+
+def test_limits_of_deepseek_v4_vision_are_those_of_its_config(tmp_path: Path) -> None:
+    """Memory is planned for them, whatever a file says that somebody put beside the weights."""
+    written = {"max_image_tokens": 1024, "size": {"shortest_edge": 1, "longest_edge": 900}, "image_mean": [0.0] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    files = read_processor_files(tmp_path, "deepseek_v4", "{}", OF_V4)
+    got = image_processor(files)(picture(4096, 4096))
+    assert got.grid[1:] == v4_size(4096, 4096, 384) and files.image["image_mean"] == written["image_mean"]
+    with pytest.raises(UserError, match="max_image_tokens must be from 16 to 384"):
+        read_processor_files(tmp_path, "deepseek_v4", '{"image": {"max_image_tokens": 385}}', OF_V4)
 
 
 def test_settings_of_deepseek_v41_are_in_its_config(tmp_path: Path) -> None:

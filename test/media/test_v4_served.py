@@ -4,6 +4,7 @@ takes."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -18,13 +19,16 @@ from media.pictures import data_url, encoded, picture
 from media.processing import image_processor
 from media.test_v41_served import PLACEHOLDER, named_with_placeholder
 from sglang.srt.towers.deepseek_v4.spec import flat_keys
+from sglang.srt.towers.pictures.patches import Patches
 from sglang.srt.towers.pictures.processor_files import ProcessorFiles
 
 PICTURE = picture(48, 32)
 WORDS = [("wab", 1), ("wac", 2), ("wad", 3), ("wae", 4)]
 
 
-PATCHES = image_processor(ProcessorFiles("deepseek_v4", dict(flat_keys(FLAT) or {}), {}))(PICTURE)
+@cache
+def patches() -> Patches:
+    return image_processor(ProcessorFiles("deepseek_v4", dict(flat_keys(FLAT) or {}), {}))(PICTURE)
 
 
 class Prepared(Picture):
@@ -32,7 +36,7 @@ class Prepared(Picture):
 
     @property
     def pixels(self) -> torch.Tensor:
-        return torch.from_numpy(PATCHES.pixels)
+        return torch.from_numpy(patches().pixels)
 
 
 @pytest.mark.thorough
@@ -41,7 +45,7 @@ def test_a_picture_in_prompts_and_conversations(tmp_path: Path) -> None:
     reference = save_v4_seeing(folder)
     tokenizer().save(str(folder / "tokenizer.json"))
     named_with_placeholder(folder / "tokenizer.json")
-    shown = Prepared(*PATCHES.grid[1:])
+    shown = Prepared(*patches().grid[1:])
     server = LiveServer(
         *("--model-path", str(folder), "--max-total-tokens", "2048", "--skip-server-warmup"),
         *("--served-model-name", "v4"),

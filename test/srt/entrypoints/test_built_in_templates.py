@@ -375,6 +375,19 @@ def test_parts_and_images() -> None:
         assert render(model, [user("a"), CALLS, *results], **off).endswith(f"{USER}{shown}{ASSISTANT}</think>")
 
 
+def test_images_stay_in_the_order_of_the_messages() -> None:
+    """System messages of the vision edition move before the conversation; those of V4.1 stay where they are."""
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    off: dict[str, Any] = {"chat_template_kwargs": {"thinking": False}}
+    swapped = [user([image]), system([image]), user("a")]
+    with pytest.raises(ApiError, match="images of system messages must stand before all others"):
+        render("vision", swapped, **off)
+    assert render("v41", swapped, **off).count(IMAGE) == 2
+    for messages in ([system([image]), user([image])], [user("a"), system([image]), user([image])]):
+        assert render("vision", messages, **off).startswith(f"{BOS}{IMAGE}{USER}")
+    assert render("vision", [user([image]), system("S")], **off) == f"{BOS}S{USER}{IMAGE}{ASSISTANT}</think>"
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_calls_come_back_and_auto_knows_the_formats(model: str) -> None:
     calls, reasoning = FORMATS[model]

@@ -123,25 +123,54 @@ def test_there_is_room_for_features_before_they_are_computed(steps: MediaSteps, 
     assert len(encoder.held) == 3 and max(encoder.held) <= steps.features.budget
 
 
-@pytest.mark.parametrize("page", [1, 64])
-def test_a_run_that_must_not_be_cut_is_computed_with_however_many_log_probabilities(page: int) -> None:
-    """A step that could take only a part of it would take nothing, and neither would any later one."""
-    run, length = 280, 400
-    tower: Any = SimpleNamespace(num_tokens=lambda grid: run, pooled_frames=1)
-    item: Any = SimpleNamespace(
-        spans=[(20, 20 + run)], grid=(1, run, 1), pixels=SimpleNamespace(shape=[run]), digest=b"d" * 32, kind="image"
-    )
-    description: Any = SimpleNamespace(tower=tower, num_tokens=lambda grid: run, both_ways=True, sections=False, fill=0)
+def ends_of_steps(kv: KVTable, length: int, runs: list[tuple[int, int]], **fields: Any) -> list[int]:
+    """Returns where the steps of a prompt end whose runs of image tokens must not be cut."""
+    tower: Any = SimpleNamespace(num_tokens=lambda grid: grid[1], pooled_frames=1)
+    items: Any = [
+        SimpleNamespace(
+            spans=[run],
+            grid=(1, run[1] - run[0], 1),
+            pixels=SimpleNamespace(shape=[run[1] - run[0]]),
+            digest=b"d" * 32,
+            kind="image",
+        )
+        for run in runs
+    ]
+    description: Any = SimpleNamespace(tower=tower, num_tokens=tower.num_tokens, both_ways=True, sections=False, fill=0)
     req: Any = SimpleNamespace(
-        tokens=[0] * length, limit=500, slot=0, media=PromptMedia([item], length, description), prompt_len=length,
-        logprob_start=0, prompt_logprobs_done=0, logprob_width=1024, wants_prompt_logprobs=True,
+        tokens=[0] * length, limit=length + 100, slot=0, media=PromptMedia(items, length, description),
+        prompt_len=length, logprob_start=0, prompt_logprobs_done=0, logprob_width=1, wants_prompt_logprobs=False,
     )  # fmt: skip
+    vars(req).update(fields)
     req.prompt_logprobs_in = lambda begin, count: Req.prompt_logprobs_in(req, begin, count)
-    kv = KVTable(PoolSizes(20_000 // page * page, page, 4, 4096))
-    begin, ends = 0, []
+    begin, ends = 0, list[int]()
     while begin < length and len(ends) < 20:
         budget = PrefillBudget(kv, RunningBatch(Counters(5), 1, 0, 1), 0.5, 8192, 2048, 0)
         begin = req.media.uncut_end(begin, begin + budget.take(req, begin))
         req.prompt_logprobs_done = begin
         ends.append(begin)
-    assert ends[-1] == length and 20 + run in ends
+    return ends
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_a_run_that_must_not_be_cut_is_computed_with_however_many_log_probabilities(page: int) -> None:
+    """A step that could take only a part of it would take nothing, and neither would any later one."""
+    kv = KVTable(PoolSizes(20_000 // page * page, page, 4, 4096))
+    ends = ends_of_steps(kv, 400, [(20, 300)], logprob_width=1024, wants_prompt_logprobs=True)
+    assert ends[-1] == 400 and 300 in ends
+
+
+@pytest.mark.parametrize(
+    ("runs", "ends"),
+    [
+        ([(10, 60)], [96, 100]),
+        ([(70, 98)], [64, 100]),
+        ([(33, 70), (70, 98)], [32, 100]),
+        ([(64, 98)], [64, 100]),
+        ([(10, 98)], [100]),
+    ],
+)
+def test_a_prompt_pauses_at_the_last_whole_page_outside_of_runs(runs: list[tuple[int, int]], ends: list[int]) -> None:
+    """A state is kept only there: a pause where a run begins would cost a step and keep none."""
+    kv = KVTable(PoolSizes(4096, 16, 4, 4096, has_states=True, checkpoints=4))
+    assert ends_of_steps(kv, 100, runs) == ends

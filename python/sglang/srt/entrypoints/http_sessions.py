@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -140,11 +140,20 @@ async def begin_turn(
     if call.is_batch or isinstance(call.rid, list):
         raise RequestError("session_params needs a single prompt.")
     previous = _previous(store, params)
-    new, new_media = await _new_ids(manager, call, begins=previous is None)
+    new = await _new_ids(manager, call, begins=previous is None)
     try:
-        return await _begun(manager, store, call, params, previous, new, new_media)
+        return await _begun(manager, store, call, params, previous, new)
     finally:
-        _release(manager, new_media)  # the turn holds them by now
+        _release(manager, new.media)  # the turn holds them by now
+
+
+class _New(NamedTuple):
+    """What a call adds to its session: token ids, and images, whose places count the `dropped` tokens before the ids,
+    too."""
+
+    ids: Ids
+    media: list[MediaItem]
+    dropped: int
 
 
 def _media_tokens(manager: TokenizerManager) -> MediaTokens | None:
@@ -162,18 +171,18 @@ async def _begun(
     call: GenerateRequest,
     params: SessionParams,
     previous: Turn | None,
-    new: Ids,
-    new_media: list[MediaItem],
+    new: _New,
 ) -> Turn:
     kept = np.empty(0, np.int32)
     if previous is not None:
         kept = previous.tokens[: previous.prompt_len] if params.drop_previous_output else previous.tokens
         kept = kept[: params.offset or None]
     old_media = [] if previous is None else whole_items(previous.media, len(kept))
-    call.text, call.input_ids = None, await manager.preparer.input_ids(np.concatenate((kept, new)))
+    call.text, call.input_ids = None, await manager.preparer.input_ids(np.concatenate((kept, new.ids)))
     if _previous(store, params) is not previous:
         raise RequestError(f"The session {params.id!r} went on meanwhile; send this again.")
-    call.media, call.media_items = None, [*old_media, *moved(new_media, len(kept), _media_tokens(manager))]
+    new_media = moved(new.media, len(kept) - new.dropped, _media_tokens(manager))
+    call.media, call.media_items = None, [*old_media, *new_media]
     rid = call.rid = str(call.rid or uuid.uuid4().hex)
     parent = None if previous is None else previous.rid
     turn = Turn(rid, parent, call.input_ids, len(call.input_ids), media=call.media_items)
@@ -203,9 +212,10 @@ def _previous(store: SessionStore, params: SessionParams) -> Turn | None:
 _REWRITING = ("replace", "drop_previous_output", "offset")
 
 
-async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> tuple[Ids, list[MediaItem]]:
+async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> _New:
     """Returns the token ids of the given prompt, without a BOS token unless it begins the text, and its images, which
     the caller must release."""
     ids, media = await manager.preparer.prompt_ids(call, add_special_tokens=begins)
     bos = None if manager.tokenizer is None else manager.tokenizer.bos_token_id
-    return (ids, media) if begins or ids[0] != bos else (ids[1:], moved(media, -1, _media_tokens(manager)))
+    dropped = 0 if begins or ids[0] != bos else 1
+    return _New(ids[dropped:], media, dropped)

@@ -165,7 +165,7 @@ class CompressedStep:
 def _with_images(entries: EntryRows, images: ImageRuns, tokens: int) -> Selection:
     """Selects as `EntryRows.last`, and the whole of its run for each of the images' tokens."""
     runs = images.rows
-    lens = torch.tensor(runs.new_lens_cpu, device=images.tokens.device)
+    lens = runs.start_loc.diff()  # not the lengths of the host, whose copy would wait for the GPU
     begins, ends = (
         of.repeat_interleave(lens, output_size=len(images.tokens)) for of in (runs.prefix_lens, runs.seq_lens)
     )

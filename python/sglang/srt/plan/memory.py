@@ -31,9 +31,10 @@ CPU_KV_TOKENS = 131072
 MIN_POOL_TOKENS = 64
 """Fewest tokens of a pool: a smaller one cannot serve anything."""
 
-# Estimates, with room: Qwen3-8B and 0.6B served within them on an H200. A graph holds its kernels' launch records.
-_SELECTING_BYTES = 20
+_SELECTING_BYTES = 25
 """Of an entry while it is selected: numbers of an entry, where it lies, and its slot, some as wide as an index."""
+
+# Estimates, with room: Qwen3-8B and 0.6B served within them on an H200. A graph holds its kernels' launch records.
 _GRAPH_BASE = 6 * MIB
 _GRAPH_PER_LAYER = 160 * 1024
 _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator slack

@@ -202,7 +202,7 @@ TOWERS = (
     ),
     TowerRecord(
         processor=f"{_TOWERS}.deepseek_v4.processor",
-        model_types=("deepseek_v4",),
+        model_types=("deepseek_v4", "deepseek_ref"),
         describe=describe_paired_rows,
         tower=PairedRowsTower,
         encoder=f"{_TOWERS}.deepseek_v4.encoder:PairedRowsEncoder",

@@ -190,11 +190,12 @@ class PrefillBudget:
         return take
 
     def _pause(self, req: Req, begin: int) -> int:
-        """Returns where a prompt's last chunk pauses so that its state is kept: nowhere within a run of image tokens
-        that must not be cut, before which it would pause for ever."""
-        end = self.kv.chunk_end(begin, len(req.tokens))
-        stays = req.media is not None and req.media.uncut_end(begin, end) == begin
-        return len(req.tokens) if stays else end
+        """Returns where a prompt's last chunk pauses so that its state is kept: at a whole page outside of runs of
+        image tokens that must not be cut; at its end if there is none."""
+        end, page = self.kv.chunk_end(begin, len(req.tokens)), self.kv.page_size
+        while req.media is not None and (uncut := req.media.uncut_end(begin, end)) < end:
+            end = uncut // page * page  # may lie within the run before, if runs touch
+        return end if end > begin else len(req.tokens)
 
     def _take_of_logprobs(self, req: Req, prefix_len: int, take: int) -> int:
         """Returns how many of `take` tokens have few enough log probabilities; for the first request at least a page or

@@ -1,4 +1,5 @@
-"""Pictures of DeepSeek-V4's vision edition, whose settings stand in config.json.
+"""Pictures of DeepSeek-V4's vision edition, whose settings stand in config.json; they count, whatever a file of a
+processor says.
 
 Source of sizes: the image processor beside the checkpoint, as its ports describe it.
 """
@@ -30,7 +31,7 @@ def _tokens(columns: int, rows: int, merge: int) -> int:
 def _fit(width: float, height: float, patch: int, merge: int, maximum: int) -> tuple[int, int]:
     """Looks for the size with fewer and fewer tokens: what fills pairs of rows up is not in the estimate."""
     columns, rows = math.ceil(width / patch), math.ceil(height / patch)
-    for budget in range(maximum - FILL, _LEAST - ALIGNED, -1):
+    for budget in range(maximum - FILL, _LEAST - 2 * ALIGNED, -1):
         if _tokens(columns, rows, merge) <= maximum:
             break
         columns, rows = _pairs_within(budget, width, height, patch, merge)
@@ -63,4 +64,4 @@ def _keys(config: Mapping[str, Any]) -> Settings:
     return {} if keys is None else {**keys, _MOST: keys.get("max_image_tokens")}
 
 
-PROCESSOR = Processor(views=views_of(_fit, _tokens), keys=_keys, check=_check)
+PROCESSOR = Processor(views=views_of(_fit, _tokens), keys=_keys, of_config=_keys, check=_check)

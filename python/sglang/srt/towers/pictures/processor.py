@@ -36,7 +36,7 @@ class Processor:
     video: how videos are read; None: the model takes none
     counts_frames: limits of images count their pixels once for each of the frames that an image stands for
     keys: settings that stand in the whole config.json, for checkpoints without files of a processor
-    of_config: settings of images that follow from the whole config.json
+    of_config: settings of images that follow from the whole config.json, before those of files
     usual: renames settings of published files; raises UserError for those that are not supported
     check: raises UserError for settings of images that are not supported
     other_classes: processors that take the place of this one, by a part of `image_processor_type`

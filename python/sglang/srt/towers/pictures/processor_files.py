@@ -50,6 +50,8 @@ def read_processor_files(
             f"{directory} has no {_IMAGE_FILE}, which says how images are prepared for the model; add it, or serve "
             "text alone with --language-model-only."
         )
+    if processor.of_config is not None:
+        image = {**image, **processor.of_config(config or {})}
     changed = json.loads(mm_process_config)
     unknown = [name for name in changed if name not in _BY_KIND]
     if unknown or not all(isinstance(value, dict) for value in changed.values()):
@@ -58,8 +60,6 @@ def read_processor_files(
         )
     if processor.check is not None:
         processor.check({**image, **changed.get("image", {})})
-    if processor.of_config is not None:
-        image = {**image, **processor.of_config(config or {})}
     class_name = str(image.get("image_processor_type"))
     family = next((other for part, other in processor.other_classes.items() if part in class_name), family)
     return ProcessorFiles(
