@@ -68,6 +68,7 @@ class AdapterSchedule(Schedule):
         super().__init__(world, "none", 4, seed)
         self.process = SchedulerProcess.__new__(SchedulerProcess)
         self.process.scheduler, self.process.state = self.scheduler, EngineState()
+        self.process.runner = self.scheduler.runner
         self.forms: dict[str, str | None] = {}
         self.most = 0
         self.loop = asyncio.new_event_loop()
