@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -24,13 +24,14 @@ LAUNCH = ("-m", "sglang.launch_server")
 PYTHON_ROOT = str(Path(__file__).parents[1] / "python")
 
 
-def free_port() -> int:
-    """A port that nothing has now. Not one of those that the system gives to connections: until a server binds it,
-    another test's connection may have it."""
+def free_port(*further: int) -> int:
+    """A port that nothing has now, nor those at distances of `further` above it. Not one of those that the system
+    gives to connections: until a server binds it, another test's connection may have it."""
     for _ in range(100):
         port = 15_000 + secrets.randbelow(15_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with ExitStack() as stack, suppress(OSError):
+            for distance in (0, *further):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + distance))
             return port
     raise RuntimeError("no port is free")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_server import free_port
 
 pytest.importorskip("safetensors")
 
@@ -209,9 +209,7 @@ CONFIG = {
 def run(tmp_path: Path, produced: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = min(probe.getsockname()[1], 60000)
+    port = free_port(400)  # of the two servers
     pristine = fake_tree(tmp_path / "pristine")
     command = [sys.executable, str(SCRIPT), "--pristine", str(pristine), "--produced", str(produced)]
     command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out/results.json")]

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("redis")
 
+from live_server import free_port
 from srt.managers.test_host_tier import PROMPT, Server
 from srt.managers.test_storage_tier import EXTRA, STORAGE
 
@@ -72,9 +73,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield f"redis://127.0.0.1:{server.server_address[1]}/0?protocol=2"
             server.shutdown()
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("redis")
     process = subprocess.Popen([binary, "--port", str(port), "--save", "", "--dir", str(folder)], stdout=-3)
     for _ in range(200):
