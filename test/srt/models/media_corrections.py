@@ -1,4 +1,4 @@
-"""What the classes of transformers 5.17 need to see as the published models do, and as those of 5.23 do."""
+"""What the classes of transformers 5.17 need to see as the published models do, and as those of 5.24 do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import parse
 
 if TYPE_CHECKING:
     import transformers
@@ -59,8 +60,23 @@ def _columns_first(angles: torch.Tensor) -> torch.Tensor:
     return angles.flip(1).flatten(1).repeat(1, 2)
 
 
+def place_frames_turned(model: transformers.PreTrainedModel) -> None:
+    """For Muse-Glimmer, whose class places the patches of a frame that is not square as the model was trained since
+    transformers 5.18."""
+    import transformers
+
+    if parse(transformers.__version__) < parse("5.18"):
+        model.model.vision_tower.patch_embedder.register_forward_pre_hook(_turned)
+
+
+def _turned(_: torch.nn.Module, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    pixel_values, grid_thw = args
+    return pixel_values, grid_thw[:, [0, 2, 1]]
+
+
 CORRECTIONS = {
     "kimi_k25": take_clips_one_by_one,
+    "muse_glimmer": place_frames_turned,
     "minimax_m3_vl": see_apart_by_three_axes,
     "step3p7": turn_by_column_first,
 }

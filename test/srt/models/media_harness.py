@@ -590,13 +590,17 @@ def reference_logits(model: transformers.PreTrainedModel, prompt: Prompt, output
 
 @torch.inference_mode()
 def inkling_logits(model: Any, ids: Sequence[int], placeholder: int, features: torch.Tensor) -> torch.Tensor:
-    """[n, V]. Features [placeholders, H] stand beside normed embeddings; transformers 5.17 norms both once more."""
+    """[n, V]. Features [placeholders, H] stand beside normed embeddings; transformers 5.17 norms both once more, and
+    since 5.18 the norm is a part of the embedding."""
     text = model.model.language_model
-    norm, text.embed_norm = text.embed_norm, torch.nn.Identity()
+    norm = getattr(text, "embed_norm", torch.nn.Identity())
     embedded = norm(text.embed_tokens(torch.tensor([ids])))
     embedded[0, torch.tensor(ids) == placeholder] = features
+    if hasattr(text, "embed_norm"):
+        text.embed_norm = torch.nn.Identity()
     hidden = text(inputs_embeds=embedded).last_hidden_state[0]
-    text.embed_norm = norm
+    if hasattr(text, "embed_norm"):
+        text.embed_norm = norm
     logits: torch.Tensor = model.lm_head(hidden / model.config.text_config.logits_mup_width_multiplier)
     return logits
 

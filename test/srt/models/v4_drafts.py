@@ -36,7 +36,7 @@ class Behind:
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         joined = torch.cat((self.keys, keys), dim=2)
         return joined, joined
 
@@ -98,7 +98,7 @@ class V4DSpark(V4Draft):
         joined = torch.cat([streams[layer].mean(1) for layer in CAPTURES], dim=-1)
         context = rms(joined @ w["mtp.0.main_proj.weight"].T, w["mtp.0.main_norm.weight"], eps)
         embedded = self.target.embedded([tokens[-1], *[MASK] * (BLOCK - 1)])
-        h = embedded[:, None].expand(-1, self.config.hc_mult, -1)[None]
+        h = embedded[:, None].repeat(1, self.config.hc_mult, 1)[None]
         for layer in self.layers:
             keys = Behind(self.keys(layer.self_attn, context))
             h = layer(h, attention_mask=None, past_key_values=keys, **self.positions(n, BLOCK))
