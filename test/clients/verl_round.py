@@ -1,19 +1,17 @@
-"""A round of training by verl's own classes: its server, which starts the engine here, and its adapter in the trainer's
-process, which sends the weights. Prints what came of it as JSON. `test_verl_server.py` runs it.
-
-Both are in this process, and their calls go without Ray: an actor would be a process around the same object.
+"""A round of training by verl's own classes: its server in a Ray actor, which starts the engine there, and its adapter
+in the trainer's process, which sends the weights. Prints what came of it as JSON. `test_verl_server.py` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+import ray  # type: ignore[import-not-found]
 import torch
 from safetensors.torch import load_file
 from verl.workers.config import HFModelConfig, RolloutConfig  # type: ignore[import-not-found]
@@ -26,27 +24,6 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "RAY_LOCAL_WORLD_SIZE": "1"}
 KERNELS = {"attention_backend": "torch_native", "max_total_tokens": 2048}
 
 
-class Actor:
-    """Calls an object as the handle of an actor is called."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return Method(getattr(self._inner, name))
-
-
-class Method:
-    """A method of an actor."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    async def remote(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._call(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
-
-
 def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.flip(0) if "down_proj" in name else tensor for name, tensor in tensors.items()}
 
@@ -57,14 +34,12 @@ async def main() -> dict[str, Any]:
         name="sglang", tensor_model_parallel_size=1, load_format="auto", max_num_seqs=16, prompt_length=64,
         response_length=8, engine_kwargs={"sglang": KERNELS},
     )  # fmt: skip
-    server = Actor(
-        async_sglang_server.SGLangHttpServer(
-            config=config, model_config=model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=0, node_rank=0,
-            nnodes=1, cuda_visible_devices="", base_gpu_id=0,
-        )
+    actor = ray.remote(async_sglang_server.SGLangHttpServer)
+    server = actor.options(name="sglang_server_0_0", max_concurrency=100).remote(
+        config=config, model_config=model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=0, node_rank=0,
+        nnodes=1, cuda_visible_devices="", base_gpu_id=0,
     )  # fmt: skip
     await server.launch_server.remote()
-    sglang_rollout.ray.get_actor = lambda name: server
     sglang_rollout.get_device_id = lambda: "cpu"
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     adapter = sglang_rollout.ServerAdapter(config, model, None, replica_rank=0)
@@ -92,13 +67,20 @@ async def main() -> dict[str, Any]:
     await train(first, 2)
     again = await generate("again")
     await adapter._engine.close() if hasattr(adapter._engine, "close") else None
+    pids = await server.__ray_call__.remote(lambda _: [each.pid for each in psutil.Process().children(recursive=True)])
+    engine = [psutil.Process(pid) for pid in pids]
+    ray.kill(server)
     return {
         "old": old.token_ids, "log_probs": len(old.log_probs), "new": new.token_ids, "again": again.token_ids,
-        "prompt": new.extra_fields["prompt_ids"], "aborted": aborted.stop_reason,
+        "prompt": new.extra_fields["prompt_ids"], "aborted": aborted.stop_reason, "processes": len(engine),
+        "left": len(psutil.wait_procs(engine, timeout=30)[1]),
         "steps": [each.extra_fields["global_steps"] for each in (old, new, again)],
     }  # fmt: skip
 
 
 if __name__ == "__main__":  # the processes of the engine import this file, too
     os.environ |= RANK
-    print(json.dumps(asyncio.run(main())))
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    said = asyncio.run(main())
+    ray.shutdown()
+    print(json.dumps(said))
