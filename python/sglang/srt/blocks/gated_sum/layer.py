@@ -9,11 +9,20 @@ import torch
 from sglang.srt.blocks.gated_sum.reference import GATED_SUM, add_gated
 from sglang.srt.blocks.gated_sum.spec import GatedSum
 from sglang.srt.errors import UserError
-from sglang.srt.layers.layernorm import RMSNorm, norm_weight
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.residual import FFN, Block
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.weight_names import PartKey
+
+
+class Norm:
+    """The norm of the stream before a block, or behind the last one."""
+
+    def __init__(self, scope: Scope, model: ModelDescription, zero_centred: bool) -> None:
+        self.weight, self.eps = norm_weight(scope, model.hidden_size, zero_centred), model.norm_eps
+        self.alone = scope.plan.entry(RMSNORM)
 
 
 class GatedSumStream:
@@ -27,10 +36,10 @@ class GatedSumStream:
         self.out: torch.Tensor | None = None
         self.join: GatedSumJoin | None = None
 
-    def normed(self, norm: RMSNorm) -> torch.Tensor:
+    def normed(self, norm: Norm) -> torch.Tensor:
         """Adds the last block's output and returns the norm of the stream."""
         if self.out is None:
-            return norm(self.values, None)[0]
+            return norm.alone(self.values, norm.weight, norm.eps)
         assert self.join is not None
         out, self.out = self.out, None
         return self.join.add(self.values, out, norm)
@@ -53,7 +62,7 @@ class GatedSumJoin:
 
     def __init__(self, scope: Scope, block: str, model: ModelDescription, spec: GatedSum) -> None:
         size, self.spec = model.hidden_size, spec
-        self.norm = RMSNorm(scope.sub(block), size, model.norm_eps, model.zero_centred_norms)
+        self.norm = Norm(scope.sub(block), model, model.zero_centred_norms)
         self.scale: torch.Tensor | None = None
         if block == FFN:
             self.scale = norm_weight(scope.sub(f"{block}_after"), size, zero_centred=True)
@@ -70,7 +79,7 @@ class GatedSumJoin:
     def after(self, stream: GatedSumStream, out: torch.Tensor) -> None:
         stream.out, stream.join = out, self
 
-    def add(self, values: torch.Tensor, out: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def add(self, values: torch.Tensor, out: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Adds the block's output to the stream's values in place, and returns their norm."""
         return self._add(values, out, self.scale, self.gate, self.spec.eps_after, norm.weight, norm.eps)
 
@@ -81,7 +90,7 @@ class GatedSumResidual:
     def __init__(self, scope: Scope, model: ModelDescription, spec: GatedSum) -> None:
         self.model, self.spec = model, spec
         centred = model.zero_centred_norms and not model.plain_final_norm
-        self.norm = RMSNorm(scope.sub("norm"), model.hidden_size, model.norm_eps, centred) if model.last_stage else None
+        self.norm = Norm(scope.sub("norm"), model, centred) if model.last_stage else None
 
     def join(self, scope: Scope, block: str) -> GatedSumJoin:
         return GatedSumJoin(scope, block, self.model, self.spec)

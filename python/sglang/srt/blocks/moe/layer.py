@@ -23,12 +23,12 @@ from sglang.srt.blocks.moe.spec import MoE, Shared
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
-from sglang.srt.layers.layernorm import RMSNorm, norm_weight
+from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.output_norm import OutputNorm
-from sglang.srt.layers.ops import FUSED_MOE, TRELLIS_MOE
+from sglang.srt.layers.ops import FUSED_MOE, RMSNORM, TRELLIS_MOE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import MIN_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
@@ -97,10 +97,11 @@ class MoELayer:
                 ReplicatedLinear(scope.sub("latent_in")),
                 ReplicatedLinear(scope.sub("latent_out")),
             )
-        self.latent_norm: RMSNorm | None = None
+        self.latent_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.output_norm: OutputNorm | None = None
         if spec.latent_norms is not None:
-            self.latent_norm = RMSNorm(scope.sub("latent_norm"), spec.latent_size, norm_eps, zero_centred=True)
+            before = norm_weight(scope.sub("latent_norm"), spec.latent_size, zero_centred=True)
+            self.latent_norm = partial(scope.plan.entry(RMSNORM), weight=before, eps=norm_eps)
             after = norm_weight(scope.sub("output_norm"), spec.latent_size, zero_centred=True)
             self.output_norm = OutputNorm(after, spec.latent_norms.eps_after)
         self.shared: SharedExpert | None = None
@@ -151,7 +152,7 @@ class MoELayer:
         """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
         rows = x if self.latent is None else self.latent[0](values_of(x))
         if self.latent_norm is not None:
-            rows, _ = self.latent_norm(values_of(rows), None)
+            rows = self.latent_norm(values_of(rows))
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
         others = None if self.on_cpus is None else self.on_cpus.begin(values_of(rows), weights, ids)
