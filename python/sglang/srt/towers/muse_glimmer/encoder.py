@@ -1,4 +1,4 @@
-"""The image and video encoder of Muse-Glimmer, described by `spec`.
+"""The image and video encoder of Muse-Glimmer and Muse-Spark, described by `spec`.
 
 Source: the classes of transformers for Muse-Glimmer as the numeric reference.
 """
