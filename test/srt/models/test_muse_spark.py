@@ -13,16 +13,22 @@ import transformers
 from packaging.version import Version
 from rank_processes import run_ranks
 
+from sglang import explain
 from sglang.srt.blocks.gated_sum.spec import GatedSum
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MANY
 from sglang.srt.plan.cpu_experts import why_not_this_model
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.server_args import ServerArgs
 
+from . import test_dspark_drafts
+from .draft_harness import plan_with_draft
 from .harness import TinyRunner, plan_for
 from .ling3_reference import save
 from .muse_spark_reference import AT, CONFIG, MuseSpark, weights, with_text
@@ -167,6 +173,42 @@ def test_layers_of_the_published_config() -> None:
     assert isinstance(first.ffn, MoE) and (first.ffn.latent_size, first.ffn.num_experts) == (4096, 256)
     assert first.residual == GatedSum(0.3, 1e-8)
     assert (model.logits.cap, model.logits.scale) == (20.0, pytest.approx(32**-0.5))
+
+
+EIGHT_MACHINES = "--tp 8 --ep 8 --nnodes 8 --dist-init-addr 10.0.0.1:20000"
+
+
+@pytest.mark.parametrize(
+    ("product", "flags", "starts"),
+    [
+        *(("rtx-pro-6000-server", f"--tp {cards} --ep {cards}", cards == 8) for cards in (1, 2, 4, 8)),
+        ("gb10", "", False),
+        ("gb10", EIGHT_MACHINES, True),
+    ],
+)
+def test_plans_of_the_published_config(product: str, flags: str, starts: bool) -> None:
+    """Its experts in NVFP4, the rest in 16 bits. A GB10 is a machine of its own."""
+    args = ServerArgs.from_cli(["--model-path", f"{PUBLISHED}-NVFP4", *flags.split()])
+    explained = explain.explain(args, arch_by_name(product), frozenset({"triton"}), advises=False)
+    assert explained.missing == () and explained.refused is None
+    assert (explained.unfit is None) == starts, explained.unfit
+
+
+def test_steps_of_few_tokens_do_not_add_outputs_up_while_they_multiply() -> None:
+    args = ServerArgs.from_cli(["--model-path", f"{PUBLISHED}-NVFP4", "--tp", "8", "--ep", "8"])
+    explained = explain.explain(args, arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}), advises=False)
+    variants = {config.variant for config in explained.tile_configs["fused_moe"].by_shape[None]}
+    assert variants == {MANY}
+
+
+def test_its_own_draft_is_refused_by_name(tmp_path: Path) -> None:
+    """Nothing is known here of `MuseSparkDSparkModel` but its name."""
+    save(tmp_path / "target", CONFIG, weights())
+    config = test_dspark_drafts.CONFIG | {"architectures": ["MuseSparkDSparkModel"]}
+    save(tmp_path / "draft", config, test_dspark_drafts.weights(config))
+    message = "the draft architecture MuseSparkDSparkModel is not supported for DSPARK.* use NGRAM"
+    with pytest.raises(UserError, match=message):
+        plan_with_draft(tmp_path / "target", "DSPARK", tmp_path / "draft")
 
 
 LEFT_OUT = ("layer_types", "layer_rope_theta", "mlp_layer_types", "post_norm_eps", "residual_gate_temperature")
