@@ -1,5 +1,5 @@
-"""Muse-Spark: logits of a plain reference in every kind of step, on ranks, in stages and in quantized forms, and what is
-refused."""
+"""Muse-Spark: logits of a plain reference in every kind of step, on ranks and in quantized forms, and what is refused.
+Stages are in `test_muse_spark_schedules`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Muse-Spark's encoder, which is Muse-Glimmer's with learned positions in another order: beside transformers' class, and
-beside a sampled grid, as the publisher's code reads it."""
+"""Muse-Spark's encoder, which is Muse-Glimmer's with learned positions in another order: beside transformers' class,
+and beside a sampled grid, as the publisher's code reads it."""
 
 from __future__ import annotations
 

@@ -220,8 +220,8 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
             yield f"{asked} does not divide the {part}"
     if ranks.expert_tp_size > 1 and any(experts.latent_norms is not None for experts in kinds):
         yield (
-            f"--tp-size {tp_size} --ep-size {ep_size} divides an expert among {ranks.expert_tp_size} ranks, and its output"
-            " is normed as a whole"
+            f"--tp-size {tp_size} --ep-size {ep_size} divides an expert among {ranks.expert_tp_size} ranks, and its"
+            " output is normed as a whole"
         )
     for experts in kinds:
         try:

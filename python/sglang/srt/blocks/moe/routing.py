@@ -132,9 +132,7 @@ class TopK:
         return ImageCorrection(self.image_correction, batch.input_ids, self.spec.image_token)
 
 
-def _router_weight(
-    scope: Scope, spec: Router, shape: tuple[int, int], dtype: torch.dtype | None
-) -> torch.Tensor:
+def _router_weight(scope: Scope, spec: Router, shape: tuple[int, int], dtype: torch.dtype | None) -> torch.Tensor:
     """Returns the weights of the router's linear layer, which include the factor of its logits."""
     if spec.logit_scale == 1.0:
         return scope.param("weight", shape, dtype=dtype)

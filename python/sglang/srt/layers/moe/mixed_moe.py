@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from sglang.srt.configs.activation import SILU, Activation, gate_constants
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
@@ -21,7 +20,6 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import matrix_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
 from sglang.srt.layers.moe.output_norm import OutputNorm
 from sglang.srt.layers.moe.pair_adapters import PairAdapters
-from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-import triton
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.trellis import CHUNK_TOKENS, TILE
