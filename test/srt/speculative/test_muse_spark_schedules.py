@@ -23,6 +23,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "experts in main memory": {"enable_paged_experts": True},
     "fp8 cache": {"kv_cache_dtype": "fp8_e4m3"},
+    "fp4 cache": {"kv_cache_dtype": "fp4_e2m1"},
+    "main memory": {"enable_hierarchical_cache": True, "hicache_ratio": 3.0},
     "EP2": EP2,
     "PP2": {"pp_size": 2},
     "EP2 x PP2": EP2 | {"pp_size": 2},

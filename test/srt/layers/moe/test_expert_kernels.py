@@ -21,6 +21,8 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import combine, fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.output_norm import OutputNorm
+from sglang.srt.layers.moe.pair_adapters import PairAdapters
+from sglang.srt.layers.native_adapters import EXPERT_ADAPTERS
 from sglang.srt.layers.quantization.reference import round_activation
 
 from .expert_checkpoint import FORMATS, FUSED_ONLY, WEIGHTS, Format, Loaded, save
@@ -175,7 +177,7 @@ def test_sums_of_normed_outputs(size: int) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("num_tokens", [1, 12])
 def test_experts_with_norms(num_tokens: int, tmp_path: Path) -> None:
-    """Also where few pairs would be added up while they are multiplied."""
+    """Also where few pairs would be added up while they are multiplied, and in a step with adapters of other layers."""
     form = FORMATS["int4_g32"]
     save(tmp_path, write_experts(form)[0])
     layer = load(form, MoE(NUM_EXPERTS, INTER, Router(top_k=1 if num_tokens == 1 else 2)), tmp_path)
@@ -185,6 +187,9 @@ def test_experts_with_norms(num_tokens: int, tmp_path: Path) -> None:
     given = (x, w13, w2, weights, ids, layer.activation, layer.configs, layer.features)
     want = native_ops.fused_moe(*given, norm=norm).float()
     assert_close(fused_moe(*given, norm=norm).float(), want, 4e-2)
+    none = PairAdapters(EXPERT_ADAPTERS, torch.zeros(len(x), dtype=torch.int32, device=DEVICE), None, None)
+    for kernel in (native_ops.fused_moe, fused_moe):
+        assert_close(kernel(*given, adapters=none, norm=norm).float(), want, 4e-2)
     assert (want - native_ops.fused_moe(*given).float()).abs().max() > 0.1
 
 

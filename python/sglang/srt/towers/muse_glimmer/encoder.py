@@ -45,8 +45,8 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
         order, starts = windows(grids, ROW_BY_ROW, tower.side)
         # The model was trained with rows and columns exchanged here: of a frame that is not square, the patches take the
         # positions of one of its width in rows, in that one's order (transformers before 5.18 does not).
-        turned = [(frames, columns, rows) for frames, rows, columns in grids]
-        positions = interpolation(bilinear(turned, ROW_BY_ROW, tower.side, beyond=0.0))
+        exchanged = [(frames, columns, rows) for frames, rows, columns in grids]
+        positions = interpolation(bilinear(exchanged, ROW_BY_ROW, tower.side, beyond=0.0))
         # The classes number rows and columns from 1 on, which turns queries and keys alike.
         rows, columns = self._angles(grids, ROW_BY_ROW, tower.theta)
         rotation = cos_sin(np.concatenate((columns, rows), axis=1))
