@@ -61,6 +61,7 @@ CONFIGS = {
     "Hy3-FP8": "Hy3-FP8",
     "Hy3-NVFP4": "Hy3-NVFP4",
     "Muse-Glimmer-30B": "Muse-Glimmer-30B",
+    "Muse-Spark-Open-816B-A42B-NVFP4": "Muse-Spark-Open-816B-A42B-NVFP4",
     "Step-3.5-Flash-FP8": "Step-3.5-Flash-FP8",
     "Step-3.7-Flash-NVFP4": "Step-3.7-Flash-NVFP4",
     "Step-5-Preview": "Step-5-Preview",

@@ -272,6 +272,7 @@ _PRODUCTS = {
     "kernels_zero_points.gate_up_pairs_kernel": _PAIRS,
     "kernels_zero_points.down_sum_kernel": _PAIRS,
     "kernels.combine_kernel": _rule(at_most="TOP_K"),
+    "kernels.combine_normed_kernel": _rule(free="TOP_K"),
     "align.align_small_kernel": _rule(free="BLOCK_M", at_most="EXPERTS"),
     "align.align_count_kernel": _rule(at_most="EXPERTS"),
     "align.align_offsets_kernel": _rule(free="BLOCK_M", at_most="EXPERTS"),
@@ -306,6 +307,7 @@ _RECURRENT = {
     "hyper_connection.join_streams_kernel": _rule(
         at_most="MIX HAS_BEFORE", counts="num_tokens num_splits rounds", absent={"MIX": "placement rounds"}
     ),
+    "gated_sum.gated_sum_kernel": _rule(at_most="HAS_SCALE"),
     "gated_streams.place_and_norm_kernel": _rule(at_most="HAS_OUT"),
     "gated_streams.bend_kernel": _rule(counts="placed product_stride rank"),
     "ngram_embedding.ngram_rows_kernel": _rule(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.gated_sum.spec import GatedSum
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.configs.quant_scheme import EXL3
@@ -230,6 +231,9 @@ def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str,
         yield "hyper_connection", HyperConnection(tokens, hidden, layer.residual.streams)
     if isinstance(layer.residual, GatedStreams):
         yield from _gated_streams(layer.residual, tokens, hidden)
+        return
+    if isinstance(layer.residual, GatedSum):
+        yield "gated_sum", Elementwise("gated_sum", 8.0 * tokens * hidden + 12.0 * hidden)
         return
     yield "fused_add_rmsnorm", Elementwise("fused_add_rmsnorm", 8.0 * tokens * hidden)
 

@@ -1,4 +1,4 @@
-"""Kernels of gated residual streams and of n-gram embeddings against plain torch."""
+"""Kernels of gated residual streams, of a gated sum and of n-gram embeddings against plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from sglang.srt.blocks.gated_streams import reference as native_streams
 from sglang.srt.blocks.gated_streams.kernels import gated_streams
+from sglang.srt.blocks.gated_sum import reference as native_sum
+from sglang.srt.blocks.gated_sum.kernels import gated_sum
 from sglang.srt.blocks.ngram_embedding import reference as native
 from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding as kernels
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
@@ -48,6 +50,24 @@ def test_between_two_blocks(tokens: int, num: int, size: int, rank: int) -> None
     torch.testing.assert_close(
         gated_streams.mix_streams(gates, streams), native_streams.mix_streams(gates, streams), **CLOSE
     )
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("size", [256, 100])
+def test_a_gated_sum(tokens: int, size: int) -> None:
+    """Gates reach the least factor of the stream, and rows lie apart."""
+    torch.manual_seed(tokens)
+    stream, out = random(tokens, size + 4)[:, :size], random(tokens, size + 8)[:, :size]
+    gate = 6 * torch.randn(size, device=DEVICE)
+    for scale in (None, 1 + torch.randn(size, device=DEVICE)):
+        for dtype in (torch.float32, torch.bfloat16):
+            weight = random(size, dtype=dtype)
+            streams = [stream.clone(), stream.clone()]
+            both = (native_sum.gated_sum, gated_sum.gated_sum)
+            want, got = (f(x, out, scale, gate, 1e-8, weight, 1e-5) for f, x in zip(both, streams, strict=True))
+            torch.testing.assert_close(streams[1], streams[0], **CLOSE)
+            torch.testing.assert_close(got, want, **CLOSE)
 
 
 LENGTHS = ((0, 9), (1, 4), (30, 3), (8, 1), (2, 7))

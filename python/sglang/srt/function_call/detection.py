@@ -22,6 +22,7 @@ _BY_ARCHITECTURE: Mapping[str, tuple[str, str | None]] = {
     "GptOssForCausalLM": ("gpt-oss", "gpt-oss"),
     "InklingForConditionalGeneration": ("inkling", "inkling"),
     "MuseGlimmerForConditionalGeneration": ("muse", "muse"),
+    "MuseSparkForConditionalGeneration": ("muse", "muse"),
 }
 """Models whose conversations are not written with a template, or not with their own."""
 

@@ -72,6 +72,7 @@ _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
 _NGRAMS = "sglang.srt.blocks.ngram_embedding"
 _CONVOLUTION = "sglang.srt.blocks.short_convolution"
 _STREAMS = "sglang.srt.blocks.gated_streams"
+_GATED_SUM = "sglang.srt.blocks.gated_sum"
 _HYPER = "sglang.srt.blocks.hyper_connections"
 
 
@@ -380,6 +381,10 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "gated_streams": (
         KernelSpec("triton", f"{_STREAMS}.kernels.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=HALF),
         KernelSpec("torch_native", f"{_STREAMS}.reference:GATED_STREAMS"),
+    ),
+    "gated_sum": (
+        KernelSpec("triton", f"{_GATED_SUM}.kernels.gated_sum:gated_sum", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", f"{_GATED_SUM}.reference:gated_sum"),
     ),
     "ngram_embedding": (
         KernelSpec(

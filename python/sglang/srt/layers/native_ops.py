@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.activation import GELU, GELU_TANH, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
+from sglang.srt.layers.moe.output_norm import OutputNorm, normed_outputs
 from sglang.srt.layers.moe.pair_adapters import PairAdapters
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.quantization.activations import Activations, values_of
@@ -222,21 +223,22 @@ def fused_moe(
     features: Collection[str] = (),
     waves: Waves | None = None,
     adapters: PairAdapters | None = None,
+    norm: OutputNorm | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H,
     I], weights and ids [T, k].
 
     An id of -1 adds nothing. Weights are dequantized; activations are not quantized, since that serves tensor cores
-    that a CPU does not have. `waves`, `adapters`: as in `fused_moe_triton`.
+    that a CPU does not have. `waves`, `adapters`, `norm`: as in `fused_moe_triton`.
     """
     x = values_of(x)
     if adapters is not None:
         parts = ((w13, w2, topk_ids),) if waves is None else waves
-        return _adapted_experts(x, parts, w13.rows, topk_weights, topk_ids, activation, adapters)
+        return _adapted_experts(x, parts, w13.rows, topk_weights, topk_ids, activation, adapters, norm)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     scales = topk_weights.float().flatten()
     for up, down, ids in ((w13, w2, topk_ids),) if waves is None else waves:
-        _add_experts(x, up, down, scales, ids, activation, out)
+        _add_experts(x, up, down, scales, ids, activation, norm, out)
     return out.to(x.dtype)
 
 
@@ -247,16 +249,17 @@ def _add_experts(
     scales: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Activation,
+    norm: OutputNorm | None,
     out: torch.Tensor,
 ) -> None:
     for row, places in _pairs_of_rows(topk_ids, w13):
         if len(x) == len(places) == 1:  # of one request that decodes: gathering takes longer than multiplying
-            y = _of_expert(gated(_of_expert(x, w13, row), activation), w2, row)
+            y = normed_outputs(_of_expert(gated(_of_expert(x, w13, row), activation), w2, row), norm)
             out += y.float() * scales[places[0]]
             continue
         chosen_by = torch.tensor(places, device=x.device)
         token = chosen_by // topk_ids.shape[1]
-        y = _of_expert(gated(_of_expert(x[token], w13, row), activation), w2, row)
+        y = normed_outputs(_of_expert(gated(_of_expert(x[token], w13, row), activation), w2, row), norm)
         out.index_add_(0, token, y.float() * scales[chosen_by, None])
 
 
@@ -268,6 +271,7 @@ def _adapted_experts(
     topk_ids: torch.Tensor,
     activation: Activation,
     adapters: PairAdapters,
+    norm: OutputNorm | None,
 ) -> torch.Tensor:
     """Computes all experts of a product before the next one, so that adapters can add to each of both."""
 
@@ -285,6 +289,7 @@ def _adapted_experts(
     inter, out = gated(both, activation), x.new_zeros((num_pairs, x.shape[1]))
     products(inter, 1, out, 1)
     adapters.add_down(inter, out, pairs)
+    out = normed_outputs(out, norm)
     weighted = out.float().view(*topk_ids.shape, -1) * topk_weights.float()[..., None]
     return weighted.masked_fill(topk_ids[..., None] < 0, 0.0).sum(1).to(x.dtype)
 

@@ -17,6 +17,8 @@ from sglang.srt.blocks.gated_delta.layer import GatedDeltaNet
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.gated_streams.layer import GatedResidual
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.gated_sum.layer import GatedSumResidual
+from sglang.srt.blocks.gated_sum.spec import GatedSum
 from sglang.srt.blocks.gqa.layer import BlockAttention, GQAttention
 from sglang.srt.blocks.gqa.shared_cache import SharedCacheAttention
 from sglang.srt.blocks.gqa.spec import GQA
@@ -104,7 +106,7 @@ def _dense(scope: Scope, spec: Dense, site: Site) -> Block:
 
 
 def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
-    return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec)
+    return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec, site.model.norm_eps)
 
 
 BLOCKS: Mapping[type, BlockKind] = {
@@ -129,6 +131,7 @@ RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {
     Sum: SumResidual,
     HyperConnections: HyperResidual,
     GatedStreams: GatedResidual,
+    GatedSum: GatedSumResidual,
 }
 """Residual streams, by the type of a LayerSpec's residual: built with (scope of the model, ModelDescription,
 residual)."""

@@ -74,10 +74,14 @@ QKNorm = PerHead | Unweighted | Whole
 @dataclass(frozen=True, slots=True)
 class ElementGate:
     """A sigmoid gate for every element of the output. q_proj makes it, or with `own_projection` a projection of its
-    own."""
+    own. `normed`: each head of the output is normed before, without weights."""
 
     own_projection: bool = False
-    op: ClassVar[str] = "attention_output_gate"
+    normed: bool = False
+
+    @property
+    def op(self) -> str:
+        return "gated_rmsnorm" if self.normed else "attention_output_gate"
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         yield Need(self.op, q_dtype=parallel.dtype)

@@ -55,6 +55,8 @@ def why_not_on_cpus(scheme: Scheme | None, dtype: str) -> str:
 def why_not_this_model(model: ModelDescription, dtype: str) -> str:
     """Returns why CPUs cannot compute the model's experts; "" if they can, or if it has none."""
     quant = model.expert_quant
+    if any(experts.latent_norms is not None for experts in model.kinds_of_experts):
+        return "CPUs add up outputs of experts, and each output of this model's is normed before"
     return "" if model.experts is None else why_not_on_cpus(quant.format if quant else None, dtype)
 
 

@@ -236,7 +236,8 @@ SUM = Sum()
 
 
 class Residual(ResidualDefaults, Protocol):
-    """The residual stream: how the blocks' outputs add up from layer to layer (Sum, HyperConnections, GatedStreams)."""
+    """The residual stream: how the blocks' outputs add up from layer to layer (Sum, HyperConnections, GatedStreams,
+    GatedSum)."""
 
     @property
     def streams(self) -> int:

@@ -218,6 +218,11 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
         if part := layer.ngrams.uneven_part(ranks.attn_tp_size):
             asked = f"--tp-size {tp_size}" + (f" --attn-dp-size {ranks.attn_dp_size}" if ranks.attn_dp_size > 1 else "")
             yield f"{asked} does not divide the {part}"
+    if ranks.expert_tp_size > 1 and any(experts.latent_norms is not None for experts in kinds):
+        yield (
+            f"--tp-size {tp_size} --ep-size {ep_size} divides an expert among {ranks.expert_tp_size} ranks, and its"
+            " output is normed as a whole"
+        )
     for experts in kinds:
         try:
             expert_rows(model, ranks, experts)

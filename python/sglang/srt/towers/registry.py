@@ -171,7 +171,7 @@ TOWERS = (
     ),
     TowerRecord(
         processor=f"{_TOWERS}.muse_glimmer.processor",
-        model_types=("muse_glimmer",),
+        model_types=("muse_glimmer", "muse_spark"),
         describe=describe_muse_glimmer,
         tower=MuseGlimmerTower,
         encoder=f"{_TOWERS}.muse_glimmer.encoder:MuseGlimmerEncoder",

@@ -14,6 +14,7 @@ from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.gated_sum.spec import GatedSum
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
@@ -47,13 +48,14 @@ from .every_model import (
     launch_sampling,
 )
 from .gated_streams import launch_gated_streams
+from .gated_sum import launch_gated_sum
 from .gqa import launch_gqa, launch_image_attention
 from .hyper_connections import launch_hyper_connections
 from .inputs import alike
 from .kimi_delta import launch_kimi_delta
 from .mla import launch_mla, launch_part_exchange
 from .mlp import launch_activation
-from .moe import expert_layers, launch_expert_tiles, launch_experts, launch_routing
+from .moe import expert_layers, launch_expert_tiles, launch_experts, launch_latent_norms, launch_routing
 from .ngram_embedding import launch_ngram_embedding
 from .pooled_latent import launch_pooled_latent
 from .pooled_sparse import launch_pooled_sparse
@@ -123,6 +125,8 @@ def launch_all(
             once(launch_hyper_connections, layer.residual, model.hidden_size)
         if isinstance(layer.residual, GatedStreams):
             once(launch_gated_streams, layer.residual.streams, layer.residual.rank, model.hidden_size)
+        if isinstance(layer.residual, GatedSum):
+            once(launch_gated_sum, model.hidden_size)
         if layer.convolution is not None:
             once(launch_short_convolution, layer.convolution)
         if isinstance(layer.ngrams, Engram):
@@ -156,6 +160,8 @@ def _feed_forward(
         once(launch_routing, block.router, block.num_experts, block.fused_shared, block.vocab_size)
         if block.shared is not None and not block.fused_shared:
             once(launch_activation, block.activation, block.shared.dense(block.activation).padded_rows(tp_size))
+        if block.latent_norms is not None:
+            once(launch_latent_norms, block.latent_size, block.top_k)
         for experts, choices, width, inter, *format in expert_layers(block, hidden, tp_size):
             once(launch_experts, experts, choices, width, inter, *format, block.activation, block.bias, arch)
             sizes = min(choices, 2), alike(width), alike(inter)

@@ -26,7 +26,7 @@ from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whol
 from sglang.srt.plan.layer_spec import AttentionShape
 
 from .block_selection import launch_block_sparse, launch_token_sparse
-from .inputs import BF16, CACHE_NAMES, CACHES, CONTEXT, FP4, REQUESTS, SLOTS, empty, tiles_of
+from .inputs import BF16, CACHE_NAMES, CACHES, CONTEXT, FP4, MANY, REQUESTS, SLOTS, empty, tiles_of
 from .short_convolution import launch_convolution
 
 
@@ -51,7 +51,18 @@ def launch_gqa(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
         launch_block_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
     if isinstance(mixer.gate, ElementGate):
         width = shape.num_heads * shape.head_dim
-        gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+        if mixer.gate.normed:
+            _gated_norm(shape)
+        else:
+            gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+
+
+def _gated_norm(shape: AttentionShape) -> None:
+    """Of few rows and of many. The gates of a head follow its queries, keys and values."""
+    heads, dim, before = shape.num_heads, shape.v_head_dim, shape.num_heads + 2 * shape.num_kv_heads
+    for tokens in (1, 100, MANY):
+        gates = empty(tokens, (heads + before) * dim)[:, before * dim :]
+        gated_norm.gated_rmsnorm(empty(tokens, heads, dim), gates, empty(dim), 1e-6, sigmoid=True)
 
 
 def _whole_norm(shape: AttentionShape) -> None:

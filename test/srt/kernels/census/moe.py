@@ -30,8 +30,9 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
+from sglang.srt.layers.moe.output_norm import OutputNorm
 from sglang.srt.layers.moe.slot_ops import ExpertCopies, Moves, SlotTables, Wave
-from sglang.srt.layers.triton_ops import cpu_experts, expert_rows, expert_slots
+from sglang.srt.layers.triton_ops import cpu_experts, expert_rows, expert_slots, norm
 
 from ...layers.moe.moe_harness import tile_configs_of
 from .inputs import BF16, LAUNCHED, MANY, each_once, empty, few_as_rounded, of_scheme
@@ -142,6 +143,15 @@ def launch_experts(
                 x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
                 ids = empty(tokens, top_k, dtype=torch.int32)
                 mixed_moe.fused_moe(x, *matrices, weights, ids, act, configs)
+
+
+def launch_latent_norms(width: int, top_k: int) -> None:
+    """Before experts that take a projection, and after each of them."""
+    weight = empty(width, dtype=torch.float32)
+    for tokens in (1, 100):
+        norm.rmsnorm(empty(tokens, width), weight, 1e-6)
+        shares, ids = empty(tokens, top_k, dtype=torch.float32), empty(tokens, top_k, dtype=torch.int32)
+        moe.combine(empty(tokens * top_k, width), shares, ids, empty(tokens, width), OutputNorm(weight, 1e-8))
 
 
 def launch_expert_slots() -> None:

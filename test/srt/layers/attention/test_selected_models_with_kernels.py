@@ -1,5 +1,5 @@
-"""Small models of Naive-N0.5 and Step-5 whose indexers and sparse attention run the Triton kernels: they compute what
-the torch kernels do, also for prompts in parts."""
+"""Small models of Naive-N0.5 and Step-5 whose indexers and sparse attention run the Triton kernels, and of Muse-Spark
+whose residual sum and gates do: they compute what the torch kernels do, also for prompts in parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from sglang.srt.blocks.compressed.kernels import compressor
+from sglang.srt.blocks.gated_sum.kernels.gated_sum import gated_sum
+from sglang.srt.blocks.recurrent_state.kernels.gated_norm import gated_rmsnorm
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.triton_ops import index_rope, index_store
 from srt.layers.kernels_in_models import assert_as_with_torch
-from srt.models import naive_n05_reference, step5_reference
+from srt.models import muse_spark_reference, naive_n05_reference, step5_reference
 from srt.models.harness import random_tokens
 from srt.models.ling3_reference import save
 
@@ -47,6 +49,8 @@ KERNELS = {
     "index_queries": index_store.index_queries,
     "sparse_indexer": indexer,
     "block_attention": attention,
+    "gated_sum": gated_sum,
+    "gated_rmsnorm": gated_rmsnorm,
 }
 NAIVE = naive_n05_reference.CONFIG | {"head_dim": 48, "swa_head_dim": 48, "v_head_dim": 32, "swa_v_head_dim": 32}
 NAIVE |= {"num_hidden_layers": 2, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 0]}
@@ -58,8 +62,12 @@ STEP["num_nextn_predict_layers"] = 0
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
 @pytest.mark.parametrize(
     ("config", "weights"),
-    [(NAIVE, naive_n05_reference.weights), (STEP, step5_reference.weights)],
-    ids=["naive", "step"],
+    [
+        (NAIVE, naive_n05_reference.weights),
+        (STEP, step5_reference.weights),
+        (muse_spark_reference.CONFIG, muse_spark_reference.weights),
+    ],
+    ids=["naive", "step", "muse"],
 )
 def test_kernels_in_a_model(config: Mapping[str, Any], weights: Any, tmp_path: Path) -> None:
     """Heads of 48 dims are read in two parts, as those of 192 are; of up to 40 tokens some are selected."""

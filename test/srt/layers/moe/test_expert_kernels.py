@@ -18,8 +18,11 @@ from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, Activatio
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
-from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import combine, fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
+from sglang.srt.layers.moe.output_norm import OutputNorm
+from sglang.srt.layers.moe.pair_adapters import PairAdapters
+from sglang.srt.layers.native_adapters import EXPERT_ADAPTERS
 from sglang.srt.layers.quantization.reference import round_activation
 
 from .expert_checkpoint import FORMATS, FUSED_ONLY, WEIGHTS, Format, Loaded, save
@@ -152,6 +155,42 @@ def test_the_shared_expert_among_the_routed_ones_and_padding(tmp_path: Path) -> 
     got = layer(x, batch)
     assert_close(got.float(), reference(layer, x, batch), bound(layer))
     assert got[:9].any(1).all() and not got[9:].any()
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("size", [256, 100])
+def test_sums_of_normed_outputs(size: int) -> None:
+    """Rows of choices of -1 were not written."""
+    torch.manual_seed(0)
+    pair_out = torch.randn(7 * 3, size, device=DEVICE).bfloat16()
+    ids = torch.randint(0, 9, (7, 3), dtype=torch.int32, device=DEVICE)
+    ids[2, 1] = ids[5] = -1
+    pair_out[ids.flatten() < 0] = torch.nan
+    weights, norm = torch.rand(7, 3, device=DEVICE), OutputNorm(1 + torch.randn(size, device=DEVICE), 1e-8)
+    out = torch.empty(7, size, dtype=torch.bfloat16, device=DEVICE)
+    combine(pair_out, weights, ids, out, norm)
+    normed = norm.of(pair_out).float().view(7, 3, size).masked_fill(ids[..., None] < 0, 0.0)
+    torch.testing.assert_close(out.float(), (normed * weights[..., None]).sum(1), rtol=2e-2, atol=2e-2)
+
+
+@interpreter.kernel_test
+@torch.inference_mode()
+@pytest.mark.parametrize("num_tokens", [1, 12])
+def test_experts_with_norms(num_tokens: int, tmp_path: Path) -> None:
+    """Also where few pairs would be added up while they are multiplied, and in a step with adapters of other layers."""
+    form = FORMATS["int4_g32"]
+    save(tmp_path, write_experts(form)[0])
+    layer = load(form, MoE(NUM_EXPERTS, INTER, Router(top_k=1 if num_tokens == 1 else 2)), tmp_path)
+    x, norm = inputs(num_tokens), OutputNorm(torch.rand(HIDDEN, device=DEVICE) + 0.5, 1e-6)
+    weights, ids = layer.route(x, None)
+    w13, w2, _ = layer.experts.of_step(ids)
+    given = (x, w13, w2, weights, ids, layer.activation, layer.configs, layer.features)
+    want = native_ops.fused_moe(*given, norm=norm).float()
+    assert_close(fused_moe(*given, norm=norm).float(), want, 4e-2)
+    none = PairAdapters(EXPERT_ADAPTERS, torch.zeros(len(x), dtype=torch.int32, device=DEVICE), None, None)
+    for kernel in (native_ops.fused_moe, fused_moe):
+        assert_close(kernel(*given, adapters=none, norm=norm).float(), want, 4e-2)
+    assert (want - native_ops.fused_moe(*given).float()).abs().max() > 0.1
 
 
 @interpreter.in_two_parts

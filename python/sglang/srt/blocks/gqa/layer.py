@@ -17,6 +17,7 @@ from sglang.srt.blocks.gqa.reference import (
     VALUE_NORM,
 )
 from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.short_convolution.layer import ConvolvedRows, convolution_weight
 from sglang.srt.blocks.token_selection.layer import TokenSelector
 from sglang.srt.blocks.token_selection.spec import TokenIndexer
@@ -84,7 +85,7 @@ class GQAttention(SumsInOutput):
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values.from_keys:
             projections.append(("v", kv_heads.scale_dims(spec.v_head_dim)))
-        if spec.gate == ElementGate(own_projection=True):
+        if isinstance(spec.gate, ElementGate) and spec.gate.own_projection:
             projections.append(("gate", heads.scale_dims(spec.v_head_dim)))
         elif isinstance(spec.gate, ElementGate):
             projections = _with_gates(projections, heads, dim)
@@ -131,7 +132,9 @@ class GQAttention(SumsInOutput):
         self.cache_shared = spec.cache == OwnCache(shared=True)
         if has_tensor_scales(scope.plan.kv_cache_dtype):
             LayerCacheScales(scope, self.cache, spec.num_kv_heads)
-        self.output_gate = scope.plan.entry(ATTENTION_OUTPUT_GATE) if isinstance(spec.gate, ElementGate) else None
+        self.output_gate = (
+            self._output_gate(scope, spec.gate, spec.v_head_dim) if isinstance(spec.gate, ElementGate) else None
+        )
         self.head_gate: ColumnParallelLinear | None = None
         if isinstance(spec.gate, HeadGate):
             gate = scope.sub("head_gate")
@@ -174,6 +177,16 @@ class GQAttention(SumsInOutput):
         if self.value_scale != 1.0:
             out.mul_(self.value_scale)  # attention is linear in v; here there is one tensor, of new tokens only
         return self.out(out)
+
+    def _output_gate(
+        self, scope: Scope, gate: ElementGate, dim: int
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Returns what gates the output [T, Hq * dim]."""
+        if not gate.normed:
+            return scope.plan.entry(ATTENTION_OUTPUT_GATE)
+        gated_norm, eps = scope.plan.entry(GATED_RMSNORM), self.eps
+        ones = torch.ones(dim, dtype=scope.dtype, device=scope.device)
+        return lambda x, gates: gated_norm(x.view(len(x), -1, dim), gates, ones, eps, sigmoid=True)
 
     def _biases(self, x: Activations, batch: ForwardBatch) -> torch.Tensor | None:
         """Returns the score biases [T, Hq, E] by distance; None for layers without any."""

@@ -23,10 +23,12 @@ from sglang.srt.blocks.moe.spec import MoE, Shared
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
+from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
-from sglang.srt.layers.ops import FUSED_MOE, TRELLIS_MOE
+from sglang.srt.layers.moe.output_norm import OutputNorm
+from sglang.srt.layers.ops import FUSED_MOE, RMSNORM, TRELLIS_MOE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import MIN_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
@@ -44,10 +46,12 @@ class MoELayer:
 
     Parameter names: "moe.router" (its linear layer), "moe.correction", "moe.hash"; "moe.w13" and
     "moe.w2" with {expert} and {part}, "moe.experts" where all are one tensor; "moe.shared.gate_up" and
-    "moe.shared.down" with {part}, "moe.shared_gate".
+    "moe.shared.down" with {part}, "moe.shared_gate"; "moe.latent_in", "moe.latent_norm", "moe.output_norm" and
+    "moe.latent_out" around experts that take a projection.
     """
 
-    def __init__(self, scope: Scope, spec: MoE) -> None:
+    def __init__(self, scope: Scope, spec: MoE, norm_eps: float = 0.0) -> None:
+        """`norm_eps`: epsilon of the norm of experts' inputs, where they have one."""
         self.activation = spec.activation
         fused = spec.fused_shared
         groups = scope.groups
@@ -93,6 +97,13 @@ class MoELayer:
                 ReplicatedLinear(scope.sub("latent_in")),
                 ReplicatedLinear(scope.sub("latent_out")),
             )
+        self.latent_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.output_norm: OutputNorm | None = None
+        if spec.latent_norms is not None:
+            before = norm_weight(scope.sub("latent_norm"), spec.latent_size, zero_centred=True)
+            self.latent_norm = partial(scope.plan.entry(RMSNORM), weight=before, eps=norm_eps)
+            after = norm_weight(scope.sub("output_norm"), spec.latent_size, zero_centred=True)
+            self.output_norm = OutputNorm(after, spec.latent_norms.eps_after)
         self.shared: SharedExpert | None = None
         self.sinks: AlternatingMLP | None = None
         if spec.shared is not None and spec.shared.members:
@@ -140,13 +151,18 @@ class MoELayer:
     def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
         rows = x if self.latent is None else self.latent[0](values_of(x))
+        if self.latent_norm is not None:
+            rows = self.latent_norm(values_of(rows))
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
         others = None if self.on_cpus is None else self.on_cpus.begin(values_of(rows), weights, ids)
         ids = ids if others is None else others
         w13, w2, waves = self.experts.of_step(ids)
         added = None if self.experts.adapters is None else self.experts.adapters.of_step()
-        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features, waves, added)
+        norm = self.output_norm
+        out = self.products(
+            rows, w13, w2, weights, ids, self.activation, self.configs, self.features, waves, added, norm
+        )
         if self.on_cpus is not None and others is not None:
             self.on_cpus.end(out)
         # The projection after the experts is linear, so it applies to each rank's partial sums.

@@ -39,7 +39,7 @@ class TopK:
         router = scope.sub("router")
         weights = router.matrix()
         num_experts, dtype = weights.rows - spec.sinks, getattr(torch, weights.dtype) if weights.dtype else None
-        self.weight = router.param("weight", (weights.rows, weights.cols), dtype=dtype)
+        self.weight = _router_weight(router, spec, (weights.rows, weights.cols), dtype)
         self.bias = router.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if weights.bias else None
         self.linear = scope.plan.entry(LINEAR)
         plan, op = scope.plan, spec.op
@@ -130,6 +130,14 @@ class TopK:
             return None
         assert batch is not None, "tokens of images are told by their ids"
         return ImageCorrection(self.image_correction, batch.input_ids, self.spec.image_token)
+
+
+def _router_weight(scope: Scope, spec: Router, shape: tuple[int, int], dtype: torch.dtype | None) -> torch.Tensor:
+    """Returns the weights of the router's linear layer, which include the factor of its logits."""
+    if spec.logit_scale == 1.0:
+        return scope.param("weight", shape, dtype=dtype)
+    part = TensorPart(shape, convert=lambda stored: stored.float() * spec.logit_scale)
+    return scope.param("weight", shape, {PartKey(): part}, dtype=dtype)
 
 
 def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | None:

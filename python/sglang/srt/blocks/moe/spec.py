@@ -39,6 +39,7 @@ class Router:
         sinks: number of shared experts that are scored with the routed ones; their scores count in the sum and weight
             their outputs
         scaled: a number in the checkpoint multiplies all weights
+        logit_scale: multiplies the logits, of weights in fp32 (`float32`)
         image_correction: the last component of the name of the bias that takes the place of `correction`, or of the
             hash table, for image tokens (`image_token`; None: images are not served, and it is not read)
     """
@@ -57,6 +58,7 @@ class Router:
     exact_logits: bool = False
     sinks: int = 0
     scaled: bool = False
+    logit_scale: float = 1.0
     image_correction: str = ""
     image_token: int | None = None
 
@@ -118,6 +120,15 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentNorms:
+    """Norms around experts that take a projection of the hidden states: of its rows before them, and of each expert's
+    output before outputs are weighted and added up. `eps_after`: epsilon of the latter, which norms the output times
+    its weight."""
+
+    eps_after: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoE(FeedForwardDefaults):
     """Routed experts of equal intermediate size, with an optional shared one.
 
@@ -139,6 +150,7 @@ class MoE(FeedForwardDefaults):
     form: str = ""
     vocab_size: int = 0
     latent_size: int = 0  # > 0: the routed experts take a projection of the hidden states to that many dims
+    latent_norms: LatentNorms | None = None  # of that projection's rows
     fused_shared: bool = False  # the shared expert is held as one more of the routed ones
     branches: bool = False
     """The shared expert and the routed ones are branches, each between norms of its own. The router norms the stream
@@ -181,6 +193,7 @@ class MoE(FeedForwardDefaults):
             if op:
                 yield Need(op, q_dtype=parallel.dtype)
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
+        traits |= {"normed_outputs"} if self.latent_norms is not None else set()
         yield Need("fused_moe", q_dtype=parallel.dtype, traits=frozenset(traits))
         if self.slots:
             yield Need("expert_slots", q_dtype=parallel.dtype)
@@ -202,6 +215,8 @@ class MoE(FeedForwardDefaults):
         if self.latent_size:
             parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))
             parts.append(Matrix("moe.latent_out", ("",), hidden_size, width))
+        if self.latent_norms is not None:
+            parts.append(Elements(2 * width, "float32"))
         corrections = bool(router.correction) + (router.image_token is not None)
         if corrections:
             parts.append(Elements(corrections * self.num_experts, "float32"))

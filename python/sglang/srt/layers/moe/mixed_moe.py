@@ -10,18 +10,16 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from sglang.srt.configs.activation import SILU, Activation, gate_constants
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks
-from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, matrix_of
-from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import matrix_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
+from sglang.srt.layers.moe.output_norm import OutputNorm
 from sglang.srt.layers.moe.pair_adapters import PairAdapters
-from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 
 if TYPE_CHECKING:
@@ -42,12 +40,15 @@ def fused_moe(
     features: Collection[str] = (),
     waves: Waves | None = None,
     adapters: PairAdapters | None = None,
+    norm: OutputNorm | None = None,
 ) -> torch.Tensor:
     """Computes the experts like `fused_moe_triton.fused_moe`, for weights of the scheme mxfp4_mxfp8 as published. Steps
     for which the tile configs do not choose sgl-kernel use Triton, and so do steps with LoRA adapters."""
     config = config_for(configs, len(topk_ids))
     if config.variant != MIXED or adapters is not None:
-        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features, waves, adapters)
+        return streamed.fused_moe(
+            x, w13, w2, topk_weights, topk_ids, activation, configs, features, waves, adapters, norm
+        )
     block_m = config.tiles[0]["BLOCK_M"]
     (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
@@ -57,10 +58,7 @@ def fused_moe(
         blocks = streamed.grouped_pairs(ids, up, block_m)
         _multiply(x, up, inter, top_k, blocks, block_m, activation)
         _multiply(inter, down, pair_out, 1, blocks, block_m, None)
-    combine_kernel[(num_tokens, triton.cdiv(w2.rows, COMBINE_BLOCK))](
-        pair_out, topk_weights, topk_ids, out, w2.rows,
-        TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
-    )  # fmt: skip
+    streamed.combine(pair_out, topk_weights, topk_ids, out, norm)
     return out
 
 

@@ -11,6 +11,7 @@ from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.trellis import BLOCK, Trellis
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.moe.expert_weights import Waves
+from sglang.srt.layers.moe.output_norm import OutputNorm, normed_outputs
 from sglang.srt.layers.moe.pair_adapters import PairAdapters
 from sglang.srt.layers.native_ops import gated
 from sglang.srt.layers.quantization.activations import Activations, values_of
@@ -56,6 +57,7 @@ def fused_moe(
     features: Collection[str] = (),
     waves: Waves | None = None,
     adapters: PairAdapters | None = None,
+    norm: OutputNorm | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H], weights and ids [T, k]; an id of -1 adds nothing."""
     assert waves is None and adapters is None
@@ -66,6 +68,6 @@ def fused_moe(
             continue
         token, place = torch.nonzero(topk_ids == expert, as_tuple=True)
         up = torch.cat([multiply(rows[token], bank.expert(expert)) for bank in w13], -1)
-        y = multiply(gated(up, activation), down.expert(expert))
+        y = normed_outputs(multiply(gated(up, activation), down.expert(expert)), norm)
         out.index_add_(0, token, y * topk_weights[token, place, None].float())
     return out.to(rows.dtype)

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-import triton
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.trellis import CHUNK_TOKENS, TILE
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.moe.expert_weights import Waves
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
-from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
-from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import combine
+from sglang.srt.layers.moe.output_norm import OutputNorm
 from sglang.srt.layers.moe.pair_adapters import PairAdapters
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.quantization.trellis_banks import Banks, TrellisBank
@@ -48,6 +47,7 @@ def fused_moe(
     features: Collection[str] = (),
     waves: Waves | None = None,
     adapters: PairAdapters | None = None,
+    norm: OutputNorm | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H], weights and ids [T, k]; an id of -1 adds nothing."""
     assert waves is None and adapters is None
@@ -55,7 +55,7 @@ def fused_moe(
     out = torch.empty((len(rows), down.rows), dtype=rows.dtype, device=rows.device)
     for begin in range(0, len(rows), CHUNK_TOKENS):
         chunk = slice(begin, begin + CHUNK_TOKENS)
-        _add_chunk(rows[chunk], w13, down, topk_weights[chunk], topk_ids[chunk], activation, out[chunk])
+        _add_chunk(rows[chunk], w13, down, topk_weights[chunk], topk_ids[chunk], activation, out[chunk], norm)
     return out
 
 
@@ -67,8 +67,9 @@ def _add_chunk(
     topk_ids: torch.Tensor,
     activation: Activation,
     out: torch.Tensor,
+    norm: OutputNorm | None,
 ) -> None:
-    (num_tokens, top_k), num_experts = topk_ids.shape, len(down.suh)
+    top_k, num_experts = topk_ids.shape[1], len(down.suh)
     block_m = MANY_ROWS if 2 * topk_ids.numel() >= MANY_ROWS * num_experts else MAX_ROWS
     blocks, experts = align(topk_ids, num_experts, block_m), topk_ids.reshape(-1)
     up = torch.empty((len(experts), sum(bank.rows for bank in w13)), dtype=x.dtype, device=x.device)
@@ -78,10 +79,7 @@ def _add_chunk(
         begin += bank.rows
     pair_out = torch.empty((len(experts), down.rows), dtype=x.dtype, device=x.device)
     _multiply(activate(up, activation), down, experts, 1, blocks, block_m, pair_out)
-    combine_kernel[(num_tokens, triton.cdiv(down.rows, COMBINE_BLOCK))](
-        pair_out, topk_weights, topk_ids, out, down.rows,
-        TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
-    )  # fmt: skip
+    combine(pair_out, topk_weights, topk_ids, out, norm)
 
 
 def _multiply(

@@ -33,6 +33,7 @@ from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.minimax_m3 import MINIMAX_M3
 from sglang.srt.plan.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MISTRAL4_TEXT, MIXTRAL
 from sglang.srt.plan.families.muse_glimmer import MUSE_GLIMMER
+from sglang.srt.plan.families.muse_spark import MUSE_SPARK
 from sglang.srt.plan.families.naive_n05 import NAIVE_N05
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.nemotron_h_puzzle import NEMOTRON_H_PUZZLE
@@ -81,6 +82,7 @@ FAMILIES: tuple[Family, ...] = (
         STEP5,
         STEP5_VL,
         MUSE_GLIMMER,
+        MUSE_SPARK,
         LAGUNA,
         INKLING,
     ),

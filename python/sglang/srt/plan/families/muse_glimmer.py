@@ -4,9 +4,11 @@ scaled and softly capped logits."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.rope import by_layer_type
-from sglang.srt.plan.attention_parts import ElementGate, Softmax, Unweighted
+from sglang.srt.plan.attention_parts import ElementGate, Gate, Softmax, Unweighted
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -39,18 +41,27 @@ def muse_glimmer(c: Config) -> Model:
     c.only("hidden_activation", "silu")
     c = c.usual(_USUAL)
     kinds = kinds_by_pattern(c, "sliding_window_pattern", 4, WINDOWED)
-    mixers = mixers_by_kind(c, kinds, full_and_windowed(_attention))
+    gate = ElementGate(own_projection=True) if c.default("attn_output_gate", bool, True) else None
+    mixers = mixers_by_kind(c, kinds, full_and_windowed(partial(muse_attention, gate=gate)))
     residual = Sum(norms_after=True, fp32_norms=True, eps_after=c.default("post_norm_eps", float, 0.0))
     return Model(
         c,
         layers_of(mixers, [mlp(c)] * c.num_layers, residual),
-        norms=StoredNorms(zero_centred=True, plain_final=True),
-        embedding=Embedding(norm=EmbeddingNorm()),
-        logits=Logits(c.default("output_multiplier", float, 1.0), c.default("final_logit_softcapping", float, 0.0)),
+        norms=MUSE_NORMS,
+        embedding=MUSE_EMBEDDING,
+        logits=muse_logits(c),
     )
 
 
-def _attention(c: Config, window: int) -> GQA:
+MUSE_NORMS, MUSE_EMBEDDING = StoredNorms(zero_centred=True, plain_final=True), Embedding(norm=EmbeddingNorm())
+
+
+def muse_logits(c: Config) -> Logits:
+    """Returns how logits are scaled and capped."""
+    return Logits(c.default("output_multiplier", float, 1.0), c.default("final_logit_softcapping", float, 0.0))
+
+
+def muse_attention(c: Config, window: int, gate: Gate | None) -> GQA:
     """Only layers with a window rotate heads, unless the config says it by layer type. q's factor cannot be in the
     norms, which have no weights."""
     rotates = window > 0 or by_layer_type(c.values)
@@ -61,7 +72,7 @@ def _attention(c: Config, window: int) -> GQA:
         rotates=rotates,
         softmax=Softmax(c.default("qk_scale_factor", float, 0.0) * head_dim**-0.5),
         qk_norm=Unweighted(),
-        gate=ElementGate(own_projection=True) if c.default("attn_output_gate", bool, True) else None,
+        gate=gate,
     )
 
 

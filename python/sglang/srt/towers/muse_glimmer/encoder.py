@@ -1,4 +1,4 @@
-"""The image and video encoder of Muse-Glimmer, described by `spec`.
+"""The image and video encoder of Muse-Glimmer and Muse-Spark, described by `spec`.
 
 Source: the classes of transformers for Muse-Glimmer as the numeric reference.
 """
@@ -43,10 +43,10 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         tower = self.tower
         order, starts = windows(grids, ROW_BY_ROW, tower.side)
-        # The model was trained with rows and columns exchanged here: of a frame that is not square, the patches take the
-        # positions of one of its width in rows, in that one's order (transformers before 5.18 does not).
-        turned = [(frames, columns, rows) for frames, rows, columns in grids]
-        positions = interpolation(bilinear(turned, ROW_BY_ROW, tower.side, beyond=0.0))
+        # The models were trained with rows and columns exchanged here: of a frame that is not square, the patches take
+        # the positions of one of its width in rows, in that one's order (transformers before 5.18 does not).
+        exchanged = [(frames, columns, rows) for frames, rows, columns in grids]
+        positions = interpolation(bilinear(exchanged, ROW_BY_ROW, tower.side, beyond=0.0))
         # The classes number rows and columns from 1 on, which turns queries and keys alike.
         rows, columns = self._angles(grids, ROW_BY_ROW, tower.theta)
         rotation = cos_sin(np.concatenate((columns, rows), axis=1))

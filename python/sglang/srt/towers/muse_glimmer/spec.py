@@ -1,4 +1,4 @@
-"""Reads Muse-Glimmer's encoder of images and videos from config.json."""
+"""Reads the encoder of images and videos of Muse-Glimmer and Muse-Spark from config.json."""
 
 from __future__ import annotations
 

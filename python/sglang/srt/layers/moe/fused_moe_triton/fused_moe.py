@@ -26,11 +26,13 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_dequantized, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, MIXED, swaps
+from sglang.srt.layers.moe.output_norm import OutputNorm
 from sglang.srt.layers.moe.pair_adapters import PairAdapters
 from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.activation import activate
 from sglang.srt.layers.triton_ops.expert_rows import look_up, place_blocks
+from sglang.srt.layers.triton_ops.norm import row_launch
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
@@ -50,6 +52,7 @@ def fused_moe(
     features: Collection[str] = (),
     waves: Waves | None = None,
     adapters: PairAdapters | None = None,
+    norm: OutputNorm | None = None,
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H] (rows contiguous, bfloat16 or float16, or with their
     quantized form), topk_weights [T, k] fp32, topk_ids [T, k] int32.
@@ -58,14 +61,15 @@ def fused_moe(
     of -1 adds nothing. `configs`: the plan's; tiles that do not launch are replaced by smaller fallbacks. `features`
     (of ArchTraits): of the GPU that the tiles are for. `waves`: weights and ids of one part of the pairs after the
     other, in the place of all at once; may be gone through several times. `adapters`: of a step whose tokens have LoRA
-    adapters.
+    adapters. `norm`: of each expert's output.
     """
     values = values_of(x)
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     if topk_ids.numel() == 0:
         return out
     config = config_for(configs, len(topk_ids))
-    by_block = waves is not None or adapters is not None  # FEW adds up a token's experts while it multiplies
+    # FEW adds up a token's experts while it multiplies.
+    by_block = waves is not None or adapters is not None or norm is not None
     if (config.variant == FEW and by_block) or (config.variant == MIXED and adapters is not None):
         config = next(each for each in configs if each.variant not in (FEW, MIXED))
     if config.variant == FEW:
@@ -81,14 +85,27 @@ def fused_moe(
                 pair_out = _adapted_outputs(x, parts, topk_ids, activation, tiles, features, adapters)
             else:
                 pair_out = _pair_outputs(x, parts, activation, tiles, features, in_turn)
-            kernels.combine_kernel[(len(values), triton.cdiv(w2.rows, COMBINE_BLOCK))](
-                pair_out, topk_weights, topk_ids, out, w2.rows,
-                TOP_K=topk_ids.shape[1], BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
-            )  # fmt: skip
+            combine(pair_out, topk_weights, topk_ids, out, norm)
 
         scheme = "bf16" if w13.scheme is None else w13.scheme.name
         fallbacks_of(f"fused_moe/{scheme}", config, grouped_kernels(w13).__name__, scaled_dot.__name__).run(attempt)
     return out
+
+
+def combine(
+    pair_out: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, norm: OutputNorm | None
+) -> None:
+    """Fills out [T, H] with the sums of the experts' outputs pair_out [T * k, H], or of their norms, times weights [T,
+    k]; choices of -1 add nothing."""
+    (num_tokens, top_k), size = ids.shape, out.shape[1]
+    if norm is None:
+        kernels.combine_kernel[(num_tokens, triton.cdiv(size, COMBINE_BLOCK))](
+            pair_out, weights, ids, out, size, TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options()
+        )
+    else:
+        kernels.combine_normed_kernel[(num_tokens,)](
+            pair_out, weights, ids, norm.weight, out, size, norm.eps, TOP_K=top_k, **row_launch(size), **pdl.options()
+        )
 
 
 def grouped_pairs(ids: torch.Tensor, weights: ExpertWeights, block_m: int) -> ExpertBlocks:

@@ -201,3 +201,36 @@ def combine_kernel(
         value = tl.load(pair_out + pair * num_cols + cols, mask=inside & chosen, other=0.0).to(tl.float32)
         total += tl.load(topk_weights + pair) * value
     tl.store(out + token * num_cols + cols, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_normed_kernel(
+    pair_out,  # [T * k, N]
+    topk_weights,  # [T, k] fp32
+    topk_ids,  # [T, k] int32
+    norm_weight,  # [N] fp32
+    out,  # [T, N]
+    num_cols,
+    eps,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As combine_kernel, of the norms of pair_out * norm_weight. Program: one token."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < num_cols
+    scale = tl.load(norm_weight + cols, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(TOP_K):
+        pair = token * TOP_K + choice
+        chosen = tl.load(topk_ids + pair) >= 0
+        value = tl.load(pair_out + pair * num_cols + cols, mask=inside & chosen, other=0.0).to(tl.float32)
+        # Rounded as the output of a layer would be.
+        value = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(value * value) / num_cols + eps)
+        total += tl.load(topk_weights + pair) * inverse * value
+    tl.store(out + token * num_cols + cols, total.to(out.dtype.element_ty), mask=inside)

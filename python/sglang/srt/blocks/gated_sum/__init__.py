@@ -1,0 +1,1 @@
+"""A residual stream and a block's output, weighted channel by channel."""
