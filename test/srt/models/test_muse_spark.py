@@ -21,7 +21,6 @@ from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.layers.moe.fused_moe_triton.tiles import MANY
 from sglang.srt.plan.cpu_experts import why_not_this_model
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.ranks import RankLayout
@@ -192,13 +191,6 @@ def test_plans_of_the_published_config(product: str, flags: str, starts: bool) -
     explained = explain.explain(args, arch_by_name(product), frozenset({"triton"}), advises=False)
     assert explained.missing == () and explained.refused is None
     assert (explained.unfit is None) == starts, explained.unfit
-
-
-def test_steps_of_few_tokens_do_not_add_outputs_up_while_they_multiply() -> None:
-    args = ServerArgs.from_cli(["--model-path", f"{PUBLISHED}-NVFP4", "--tp", "8", "--ep", "8"])
-    explained = explain.explain(args, arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}), advises=False)
-    variants = {config.variant for config in explained.tile_configs["fused_moe"].by_shape[None]}
-    assert variants == {MANY}
 
 
 def test_its_own_draft_is_refused_by_name(tmp_path: Path) -> None:

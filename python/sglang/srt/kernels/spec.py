@@ -40,8 +40,7 @@ class Need:
         traits: properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask", "mla",
             "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "two_sided_window" (of a
             bidirectional op), "head_norm", "window_slack" (the cache keeps more than the window), "chunked" (windows
-            are chunks), "relative_bias" (scores get a bias by distance), "expert_bias", "normed_outputs" (each expert's
-            output is normed), "clamped_gate", "gelu_gate",
+            are chunks), "relative_bias" (scores get a bias by distance), "expert_bias", "clamped_gate", "gelu_gate",
             "flashinfer_fusion" (asked for), "token_shares" (DCP: ranks shard the tokens and merge their partial
             attention), "uneven_sizes" (some sizes are no powers of two; only for ops that name it)
         heads: (query, KV) heads of a rank

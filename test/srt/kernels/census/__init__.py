@@ -161,9 +161,10 @@ def _feed_forward(
         if block.shared is not None and not block.fused_shared:
             once(launch_activation, block.activation, block.shared.dense(block.activation).padded_rows(tp_size))
         if block.latent_norms is not None:
-            once(launch_latent_norms, block.latent_size, block.top_k)
+            once(launch_latent_norms, block.latent_size)
         for experts, choices, width, inter, *format in expert_layers(block, hidden, tp_size):
-            once(launch_experts, experts, choices, width, inter, *format, block.activation, block.bias, arch)
+            normed = block.latent_norms is not None
+            once(launch_experts, experts, choices, width, inter, *format, block.activation, block.bias, arch, normed)
             sizes = min(choices, 2), alike(width), alike(inter)
             once(launch_expert_tiles, *sizes, *format, block.activation, block.bias, arch)
 

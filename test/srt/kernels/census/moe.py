@@ -122,6 +122,7 @@ def launch_experts(
     act: Activation,
     bias: bool,
     arch: ArchTraits,
+    normed: bool = False,
 ) -> None:
     """Few pairs, many, groups of every size, and the tiles of a tuning file."""
     matrices, zeros = expert_matrices(experts, hidden, inter, scheme, static, act, bias, arch)
@@ -131,7 +132,8 @@ def launch_experts(
     pairs = {str(pair): pair for pair in tuned.by_tokens.values()} if tuned else {}
     own = [(16, MoeTiles(float("inf"), pair.gate_up, pair.down)) for pair in pairs.values()]
     for each in filter(None, (matrices, zeros)):
-        launch_fused_moe(each, top_k, [(1, None), (MANY, candidates[0]), *(own if each is matrices else ())], act, arch)
+        launches = [(1, None), (MANY, candidates[0]), *(own if each is matrices else ())]
+        launch_fused_moe(each, top_k, launches, act, arch, normed)
     for block in {candidate.gate_up["BLOCK_M"] for candidate in candidates}:
         moe.align(empty(16, top_k, dtype=torch.int32), experts, block)
     own_kernel = "mma_sync_block_scale" in arch.features and act.trait in ("", "clamped_gate")
@@ -145,13 +147,10 @@ def launch_experts(
                 mixed_moe.fused_moe(x, *matrices, weights, ids, act, configs)
 
 
-def launch_latent_norms(width: int, top_k: int) -> None:
-    """Before experts that take a projection, and after each of them."""
-    weight = empty(width, dtype=torch.float32)
+def launch_latent_norms(width: int) -> None:
+    """Before experts that take a projection, of few tokens and of many."""
     for tokens in (1, 100):
-        norm.rmsnorm(empty(tokens, width), weight, 1e-6)
-        shares, ids = empty(tokens, top_k, dtype=torch.float32), empty(tokens, top_k, dtype=torch.int32)
-        moe.combine(empty(tokens * top_k, width), shares, ids, empty(tokens, width), OutputNorm(weight, 1e-8))
+        norm.rmsnorm(empty(tokens, width), empty(width, dtype=torch.float32), 1e-6)
 
 
 def launch_expert_slots() -> None:
@@ -224,10 +223,16 @@ def _candidates(scheme: Scheme | None, arch: ArchTraits) -> list[MoeTiles]:
 
 
 def launch_fused_moe(
-    matrices: Experts, top_k: int, launches: Sequence[tuple[int, MoeTiles | None]], act: Activation, arch: ArchTraits
+    matrices: Experts,
+    top_k: int,
+    launches: Sequence[tuple[int, MoeTiles | None]],
+    act: Activation,
+    arch: ArchTraits,
+    normed: bool = False,
 ) -> None:
-    """For so many tokens, with tiles or those that a plan would choose."""
+    """For so many tokens, with tiles or those that a plan would choose. normed: each expert's output is."""
     w13, w2 = matrices
+    output_norm = OutputNorm(empty(w2.rows, dtype=torch.float32), 1e-8) if normed else None
     once = patch.multiple(moe, _operand=each_once(moe._operand), align=each_once(moe.align))
     with of_scheme("fused_moe", w13.scheme, arch), once:
         for tokens, tiles in launches:
@@ -235,9 +240,8 @@ def launch_fused_moe(
                 continue
             x, weights = empty(tokens, w2.rows), empty(tokens, top_k, dtype=torch.float32)
             ids = empty(tokens, top_k, dtype=torch.int32)
-            moe.fused_moe(
-                x, w13, w2, weights, ids, act, tile_configs_of(w13, w2, ids, arch.features, tiles), arch.features
-            )
+            configs = tile_configs_of(w13, w2, ids, arch.features, tiles)
+            moe.fused_moe(x, w13, w2, weights, ids, act, configs, arch.features, norm=output_norm)
 
 
 def grouped_product(

@@ -175,12 +175,14 @@ def test_sums_of_normed_outputs(size: int) -> None:
 
 @interpreter.kernel_test
 @torch.inference_mode()
-@pytest.mark.parametrize("num_tokens", [1, 12])
-def test_experts_with_norms(num_tokens: int, tmp_path: Path) -> None:
-    """Also where few pairs would be added up while they are multiplied, and in a step with adapters of other layers."""
-    form = FORMATS["int4_g32"]
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (1, 2), (12, 2)])
+@pytest.mark.parametrize("name", ["int4_g32", "bf16"])
+def test_experts_with_norms(name: str, num_tokens: int, top_k: int, tmp_path: Path) -> None:
+    """Also where few pairs are otherwise added up while they are multiplied, and in a step with adapters of other
+    layers."""
+    form = FORMATS[name]
     save(tmp_path, write_experts(form)[0])
-    layer = load(form, MoE(NUM_EXPERTS, INTER, Router(top_k=1 if num_tokens == 1 else 2)), tmp_path)
+    layer = load(form, MoE(NUM_EXPERTS, INTER, Router(top_k=top_k)), tmp_path)
     x, norm = inputs(num_tokens), OutputNorm(torch.rand(HIDDEN, device=DEVICE) + 0.5, 1e-6)
     weights, ids = layer.route(x, None)
     w13, w2, _ = layer.experts.of_step(ids)

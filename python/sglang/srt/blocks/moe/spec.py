@@ -193,7 +193,6 @@ class MoE(FeedForwardDefaults):
             if op:
                 yield Need(op, q_dtype=parallel.dtype)
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
-        traits |= {"normed_outputs"} if self.latent_norms is not None else set()
         yield Need("fused_moe", q_dtype=parallel.dtype, traits=frozenset(traits))
         if self.slots:
             yield Need("expert_slots", q_dtype=parallel.dtype)

@@ -36,8 +36,7 @@ were predicted: benchmark/results/card.md#sgl-kernels-product-of-e4m3-and-e2m1."
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """The facts on which the tiles of a layer's experts depend. `num_experts`: this rank's; `top_k`: experts per token;
-    `groups`: expert parallel size; `intermediate`: this rank's share; `normed`: outputs are normed before they are
-    added up, so that no product adds them up."""
+    `groups`: expert parallel size; `intermediate`: this rank's share."""
 
     product: ScaledProduct
     num_experts: int
@@ -45,7 +44,6 @@ class ExpertLayer:
     hidden: int
     intermediate: int
     groups: int = 1
-    normed: bool = False
 
     def pairs(self, tokens: int) -> int:
         """Returns the expected number of (token, expert) pairs on this rank."""
@@ -61,7 +59,7 @@ def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
     (_, hidden, _), (_, intermediate, _) = need.shapes
     num_experts, top_k, groups = need.experts
     product = product_of(SCHEMES[need.quant] if need.quant else None, arch.features)
-    return ExpertLayer(product, num_experts, top_k, hidden, intermediate, groups, "normed_outputs" in need.traits)
+    return ExpertLayer(product, num_experts, top_k, hidden, intermediate, groups)
 
 
 def triton_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
@@ -109,9 +107,7 @@ def up_to(configs: TileConfigs, max_tokens: float) -> Iterator[TileConfig]:
 
 def tile_configs_of(layer: ExpertLayer, features: Collection[str], tuned: TunedTiles | None = None) -> TileConfigs:
     """Returns the tile configs of Triton's products on GPUs with these features (of ArchTraits)."""
-    few = max_tokens_where(
-        lambda tokens: not layer.normed and few_pairs(_expected(layer, tokens, tuned), layer.num_experts)
-    )
+    few = max_tokens_where(lambda tokens: few_pairs(_expected(layer, tokens, tuned), layer.num_experts))
     grouped = _table_configs(layer, features) if tuned is None else _file_configs(layer, tuned)
     configs = [TileConfig(few, FEW, (_few_tiles(layer),), "PAIR_TILES")] if few else []
     for config in grouped:

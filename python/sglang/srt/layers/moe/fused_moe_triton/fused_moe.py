@@ -68,14 +68,13 @@ def fused_moe(
     if topk_ids.numel() == 0:
         return out
     config = config_for(configs, len(topk_ids))
-    # FEW adds up a token's experts while it multiplies.
-    by_block = waves is not None or adapters is not None or norm is not None
+    by_block = waves is not None or adapters is not None  # FEW adds up a token's experts while it multiplies
     if (config.variant == FEW and by_block) or (config.variant == MIXED and adapters is not None):
         config = next(each for each in configs if each.variant not in (FEW, MIXED))
     if config.variant == FEW:
         table = w13.row_of_expert
         rows = topk_ids if table is None else look_up(topk_ids, table)
-        _pair_by_pair(values, w13, w2, topk_weights, rows, activation, config.tiles, out)
+        _pair_by_pair(values, w13, w2, topk_weights, rows, activation, config.tiles, out, norm)
     else:
         parts = ((w13, w2, topk_ids),) if waves is None else waves
         in_turn = waves is not None and _scales_whole_tensor(w2)
@@ -165,27 +164,34 @@ def _pair_by_pair(
     activation: Activation,
     tiles: Tiles,
     out: torch.Tensor,
+    norm: OutputNorm | None,
 ) -> None:
-    num_tokens, top_k = topk_ids.shape
+    top_k, num_pairs = topk_ids.shape[1], topk_ids.numel()
+    # With a norm the second launch has a pair where it has a token otherwise: the sum over one choice of weight 1.
+    sums, summed, weights = out, top_k, topk_weights
+    if norm is not None:
+        sums, summed, weights = out.new_empty((num_pairs, w2.rows)), 1, torch.ones_like(topk_weights)
     hidden, intermediate = w2.rows, w2.cols
     first, second = matrix_of(w13, words=True), matrix_of(w2, words=True)
     up, down = product_for(w13), product_for(w2)
     up_launch, down_launch = pair_launch(up, tiles[0], hidden), pair_launch(down, tiles[1], intermediate)
     steps = triton.cdiv(intermediate, down_launch["COLS"])
-    inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(intermediate, up_launch["BLOCK_N"]), num_tokens * top_k)
+    inter = torch.empty((num_pairs, intermediate), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(intermediate, up_launch["BLOCK_N"]), num_pairs)
     few = kernels_zero_points if w13.zero_points else kernels_few
     few.gate_up_pairs_kernel[grid](
         x, first.data, first.scale, first.factor, first.bias, topk_ids, inter, top_k, hidden, intermediate, x.stride(0),
         *first.strides, **first.flags, **up_launch, **gate_constants(activation), **pdl.options(),
     )  # fmt: skip
     # Nothing may be launched in between: see `down_sum_kernel`.
-    grid = (triton.cdiv(hidden, down_launch["BLOCK_N"]), num_tokens)
+    grid, early = (triton.cdiv(hidden, down_launch["BLOCK_N"]), len(sums)), min(down_launch["EARLY"], summed * steps)
     few.down_sum_kernel[grid](
-        inter, second.data, second.scale, second.factor, second.bias, topk_weights, topk_ids, out, hidden, intermediate,
-        *second.strides, TOP_K=top_k, STEPS=steps,
-        **second.flags, **down_launch, **pdl.options(),
+        inter, second.data, second.scale, second.factor, second.bias, weights, topk_ids, sums, hidden, intermediate,
+        *second.strides, TOP_K=summed, STEPS=steps,
+        **second.flags, **(down_launch | {"EARLY": early}), **pdl.options(),
     )  # fmt: skip
+    if norm is not None:
+        combine(sums, topk_weights, topk_ids, out, norm)
 
 
 def _pair_outputs(
