@@ -1179,6 +1179,7 @@ class TinyRunner:
             latent,
             plan.tokens_per_step,
             sparse_sites(everything.layers, plan),
+            tables=row_tables(groups),
         )
 
     def _batch(self, decodes: bool, new: dict[int, list[int]]) -> ForwardBatch:

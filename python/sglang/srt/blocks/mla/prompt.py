@@ -36,6 +36,7 @@ class TritonLatentPrompt:
         scale: float,
         cache_scale: float = 1.0,
         record: LatentRecord | None = None,
+        window: int = 0,
     ) -> None:
         self._ladder.run(
             lambda tile: latent_prompt_attention(
@@ -50,6 +51,7 @@ class TritonLatentPrompt:
                 scale=scale,
                 cache_scale=cache_scale,
                 record=record,
+                window=window,
                 tile=tile,
             )
         )
