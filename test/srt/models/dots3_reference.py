@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
     "attention_gate_type": "headwise",
     "swa_attention_gate_type": "headwise",
     "use_dsa": True,
-    "index_n_heads": 4,
+    "index_n_heads": 16,
     "index_head_dim": 16,
     "index_topk": 6,
     "first_k_dense_replace": 1,
