@@ -27,7 +27,7 @@ MLA_NARROW = (320, 256)
 """Mistral 4's latents, which are half as long."""
 MLA_WIDE = (1088, 1024)
 """Latents of dots3's windows, which always have 16 bits."""
-MLA_LATENTS = (MLA_LATENT, MLA_NARROW)
+MLA_LATENTS = (MLA_LATENT, MLA_NARROW, MLA_WIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
         TileRow(op, _WIDEST, _HALF, (_qkv(64, 16, 8, 3), _qkv(32, 32, 8, 2))),
         TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
         TileRow(op, (MLA_NARROW,), kv_bytes, (_qkv(64, 16, 8, 2), _qkv(32, 16, 8, 2))),
-        TileRow(op, (MLA_WIDE,), _HALF, (_qkv(16, 16, 8, 2), _qkv(16, 16, 8, 1))),
+        TileRow(op, (MLA_WIDE,), _HALF, (_qkv(16, 16, 8, 2),)),
     )
     if kv_bytes == _HALF:
         return rows
@@ -172,7 +172,7 @@ ROWS: tuple[TileRow, ...] = (
     # Sizes are predictions: shared memory and registers are on record, times are not measured.
     TileRow("decode_attention", (MLA_NARROW,), _HALF, (_split(16, 64, 8, 3, 1, 2), _split(16, 32, 4, 3, 1, 2))),
     TileRow("decode_attention", (MLA_NARROW,), _FP8, (_split(16, 64, 8, 3, 1, 2), _split(16, 32, 4, 3, 1, 2))),
-    TileRow("decode_attention", (MLA_WIDE,), _HALF, (_split(16, 16, 8, 2, 1, 2), _split(16, 16, 8, 1, 1, 2))),
+    TileRow("decode_attention", (MLA_WIDE,), _HALF, (_split(16, 16, 8, 2, 1, 2),)),
     # Blocks of 32 or 64 heads where a rank has as many read entries less often, which pays where a step has tokens for
     # all SMs: on an H200 0.53 of the time of blocks of 16 with 64 heads and latents, 0.74 with 32; 1.1 to 1.7 in steps
     # of 64 tokens. With one block an SM, as SM120's shared memory allows, 0.88 to 0.92. Float8 means packed latents.
@@ -197,7 +197,7 @@ ROWS: tuple[TileRow, ...] = (
         "sparse_attention", ((512, 512),), _FP8,
         (_gather(32, 32, 8, 3, 1, 16), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
     ),
-    TileRow("sparse_attention", ((512, 512), *MLA_LATENTS), _FP4, (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1))),
+    TileRow("sparse_attention", ((512, 512), MLA_LATENT, MLA_NARROW), _FP4, (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1))),
     # Eight or twelve heads of a KV head share a block of 16 rows; what is read per token is the same for all tiles.
     TileRow(
         "selected_block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 2, 2)),
