@@ -1123,6 +1123,9 @@ class NativePlan:
     def entry(self, op: Op[Any], key: str = "") -> Any:
         return op.reference
 
+    def attention_op(self, op: str, shape: object) -> str:
+        return op
+
     def tile(self, op: str) -> None:
         return None
 

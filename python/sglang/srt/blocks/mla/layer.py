@@ -37,6 +37,7 @@ from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.packed_entries import token_numbers
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.plan.kv_spec import has_tensor_scales
+from sglang.srt.plan.layer_spec import AttentionShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,9 @@ class LatentAttention(LatentHeads):
         self.gate = None if spec.gate is None else OutputGate(scope, spec.gate, site, self.head_rows)
         self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
         self.pack = self._packing(scope.plan) if spec.packed(kv_dtype) else None
-        self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION)
+        expanded = AttentionShape(self.num_heads, self.num_heads, spec.qk_dim, spec.v_dim)
+        key = scope.plan.attention_op(LATENT_PROMPT_ATTENTION.name, expanded)
+        self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION, key)
 
     def _packing(self, plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         """Returns what stores entries [T, D] packed."""
