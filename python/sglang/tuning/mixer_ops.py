@@ -232,8 +232,8 @@ def _latent(
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
     else:
         yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)
-        sizes = (heads, heads, mixer.qk_dim, mixer.v_dim)
-        prompt = Prompt(step.batch, step.new, *sizes, step.context - step.new, mixer.window)
+        dims = (heads, heads, mixer.qk_dim, mixer.v_dim)
+        prompt = Prompt(step.batch, step.new, *dims, step.context - step.new, mixer.window)
         if library and tokens >= LONG_PROMPTS and (mixer.qk_dim, mixer.v_dim) == FLASHINFER_LATENT_DIMS:
             yield "long_latent_prompt", ExtendAttention(prompt, library=True)
         else:

@@ -3,6 +3,7 @@ draft layer, and what is refused."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_windows_attend_to_latents_as_to_what_is_made_of_them(
     tensors = weights()
     runner = TinyRunner(plan_for(save(tmp_path, CONFIG, tensors)))
     ends = [0, 1, 4, 11, 13, 30, len(TOKENS)]
-    got = [runner.extend({3: TOKENS[a:b]})[0] for a, b in zip(ends, ends[1:], strict=False)]
+    got = [runner.extend({3: TOKENS[a:b]})[0] for a, b in itertools.pairwise(ends)]
     torch.testing.assert_close(torch.cat(got), Dots3(tensors, CONFIG).logits(TOKENS), **CLOSE)
 
 

@@ -1,6 +1,6 @@
-"""dots3-note behind a real scheduler: tokens that steps verify see the windows and selections that decoding has, and the
-layer that drafts has a window, in a schedule with aborts, retraction, cached prefixes and grammars, in graphs, on ranks
-and in stages."""
+"""dots3-note behind a real scheduler: tokens that steps verify see the windows and selections that decoding has, and
+the layer that drafts has a window, in a schedule with aborts, retraction, cached prefixes and grammars, in graphs, on
+ranks and in stages."""
 
 from __future__ import annotations
 

@@ -100,7 +100,6 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
         TileRow(op, _WIDEST, _HALF, (_qkv(64, 16, 8, 3), _qkv(32, 32, 8, 2))),
         TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
         TileRow(op, (MLA_NARROW,), kv_bytes, (_qkv(64, 16, 8, 2), _qkv(32, 16, 8, 2))),
-        TileRow(op, (MLA_WIDE,), _HALF, (_qkv(16, 16, 8, 2),)),
     )
     if kv_bytes == _HALF:
         return rows
@@ -117,6 +116,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
 ROWS: tuple[TileRow, ...] = (
     *_extend_rows("extend_attention", _ANY),
     *_extend_rows("prefill_attention", _HALF),
+    TileRow("extend_attention", (MLA_WIDE,), _HALF, (_qkv(16, 16, 8, 2),)),
     # With 16-bit keys two stages keep as many bytes in flight as three, and spill nothing.
     TileRow(
         "decode_attention", ((64, 64),), _HALF,
@@ -197,7 +197,10 @@ ROWS: tuple[TileRow, ...] = (
         "sparse_attention", ((512, 512),), _FP8,
         (_gather(32, 32, 8, 3, 1, 16), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
     ),
-    TileRow("sparse_attention", ((512, 512), MLA_LATENT, MLA_NARROW), _FP4, (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1))),
+    TileRow(
+        "sparse_attention", ((512, 512), MLA_LATENT, MLA_NARROW), _FP4,
+        (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1)),
+    ),
     # Eight or twelve heads of a KV head share a block of 16 rows; what is read per token is the same for all tiles.
     TileRow(
         "selected_block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 2, 2)),

@@ -42,7 +42,8 @@ class TritonLatentPrompt:
         record: LatentRecord | None = None,
         window: int = 0,
     ) -> None:
-        key = self._plan.attention_op("latent_prompt_attention", AttentionShape(*q.shape[1:2] * 2, q.shape[2], out.shape[2]))
+        _, heads, dim = q.shape
+        key = self._plan.attention_op("latent_prompt_attention", AttentionShape(heads, heads, dim, out.shape[2]))
         if key not in self._ladders:
             self._ladders[key] = self._plan.fallbacks(key)
         self._ladders[key].run(

@@ -34,7 +34,8 @@ def latent_norm_rope_store(
     is_neox_style: bool = True,
     key_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalizes the latent, and with key_weight [rot] the rotary key, applies RoPE to the last dims of queries and key, and stores one entry per token.
+    """Normalizes the latent, and with key_weight [rot] the rotary key; applies RoPE to the last dims of queries and of
+    the key, and stores one entry per token.
 
     q [T, H, nope + rot], rewritten; latent [T, rank + rot]; absorbed [N, H, rank + rot], whose last rot dims become
     those of q's first N rows; positions and out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; cache

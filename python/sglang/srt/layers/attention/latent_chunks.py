@@ -37,8 +37,8 @@ def cut_prefixes(
     begins: Sequence[int] = (),
 ) -> tuple[LatentChunk, ...]:
     """Cuts the cached prefixes, prefix_lens[i] tokens of each request (rows req_pool_indices [B] of req_to_token) from
-    position begins[i] on, else from 0, into chunks of at most `chunk_tokens`. The lengths come from the host, so nothing
-    waits for the device. `context`: the DCP ranks that shard the tokens.
+    position begins[i] on, else from 0, into chunks of at most `chunk_tokens`. The lengths come from the host, so
+    nothing waits for the device. `context`: the DCP ranks that shard the tokens.
 
     Example: prefixes of 5 and 3 tokens in chunks of 4 -> key_start [0, 4, 4], then [0, 1, 4].
     """

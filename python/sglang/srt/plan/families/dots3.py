@@ -111,10 +111,10 @@ def _theta(c: Config, kinds: frozenset[str] | set[str], key: str) -> dict[str, A
     if not by_layer_type(c.values):
         return {"rope_theta": c.default(key, float, 0.0), "rope_parameters": None}
     written = c.require("rope_parameters", dict)
-    own = next((written[kind] for kind in written if kind in kinds), None)
-    if own is None:
+    stated = next((written[kind] for kind in written if kind in kinds), None)
+    if stated is None:
         raise UserError(f"{c.source}: 'rope_parameters' has nothing for {', '.join(sorted(kinds))}.")
-    return {"rope_parameters": {name: value for name, value in own.items() if name != "partial_rotary_factor"}}
+    return {"rope_parameters": {name: value for name, value in stated.items() if name != "partial_rotary_factor"}}
 
 
 _MAKERS = {FULL: _full, WINDOWED: _windowed}

@@ -4,8 +4,8 @@ Absorbed attention reads latents directly and costs 2 * rank + rotary multiplica
 keys and values cost nope + rotary + v, and one expansion per key. So long prompts expand: first their own tokens, which
 they see causally, then the latents of their cached prefix, one chunk at a time. Each launch continues from the output
 and log-sum-exp of the one before (`part_o`, `part_lse`), so that the chunks form one softmax, and memory is bounded by
-a chunk. Where layers have a window, what is cached in it is one chunk, and tiles of keys that no query of a program sees
-are skipped.
+a chunk. Where layers have a window, what is cached in it is one chunk, and tiles of keys that no query of a program
+sees are skipped.
 
 Reference: `reference.expanded_latent_attention`.
 """
@@ -13,6 +13,7 @@ Reference: `reference.expanded_latent_attention`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -227,10 +228,11 @@ def attend_dense(
     part_o, part_lse = (out, out) if part is None else part
     latent_prompt_kernel[(num_blocks * num_heads,)](
         q, k, v, out, part_o, part_lse, start_loc, key_start, num_seqs, num_blocks, num_heads, scale * LOG2E,
-        window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
+        window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0),
+        out.stride(1), HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
-        HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1], num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1], num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"],
     )  # fmt: skip
 
 
@@ -266,13 +268,11 @@ def latent_prompt_attention(
     if chunks:
         part = (torch.empty(out.shape, dtype=torch.float32, device=q.device),
                 torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device))  # fmt: skip
-    common = {"scale": scale, "tile": tile, "window": window}
-    attend_dense(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), causal=True, **common)
+    attend = partial(attend_dense, scale=scale, tile=tile, window=window)
+    attend(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), causal=True)
     for number, chunk in enumerate(chunks, 1):
         k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale, record)
-        attend_dense(
-            q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), causal=False, **common
-        )
+        attend(q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), causal=False)
 
 
 def expand_new(

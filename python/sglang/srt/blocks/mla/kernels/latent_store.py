@@ -143,8 +143,9 @@ def latent_norm_rope_store(
 ) -> torch.Tensor:
     """q [T, H, nope + rot], whose last rot dims are rewritten; latent [T, rank + rot] (rows may lie apart); absorbed
     [N <= T, H, rank + rot] contiguous, whose last rot dims become those of q's first N rows, or None; positions and
-    out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; key_weight [rot]: of a norm of the rotary key before it turns, or None; cache [slots, 1, rank + rot] with contiguous slots
-    -> [T, rank + rot]: the normed latent and the rotated key, as they are before the cache's type.
+    out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; key_weight [rot]: of a norm of the rotary key before
+    it turns, or None; cache [slots, 1, rank + rot] with contiguous slots -> [T, rank + rot]: the normed latent and the
+    rotated key, as they are before the cache's type.
 
     A cache of one-byte elements must be typed float8_e4m3fn or float8_e5m2: raw uint8 would not say how to convert.
     """
