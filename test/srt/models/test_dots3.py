@@ -182,3 +182,15 @@ def test_other_forms_are_refused(keys: dict[str, Any], message: str, tmp_path: P
 def test_other_draft_layers_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         plan_with_draft(save(tmp_path, CONFIG | keys, weights(draft=True)), "EAGLE")
+
+
+@pytest.mark.parametrize(("kv_dtype", "most"), [("fp8_e4m3", 0.2), ("fp4_e2m1", 0.6)])
+def test_latents_of_windows_are_not_quantized(kv_dtype: str, most: float, tmp_path: Path) -> None:
+    """Those that are selected are packed beside them."""
+    tensors = weights(WIDE)
+    runner = TinyRunner(plan_for(save(tmp_path, WIDE, tensors), kv_cache_dtype=kv_dtype))
+    stored = {cache.layer_id: cache.k for cache in runner.model.caches if cache.name == "latent"}
+    assert stored[0].dtype == torch.uint8
+    assert stored[1].dtype == torch.float32 and stored[1].shape[1:] == (1, 320)
+    want = Dots3(tensors, WIDE).logits(TOKENS)
+    assert 0 < (steps(runner) - want).std() < most * want.std()
