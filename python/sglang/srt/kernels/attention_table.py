@@ -84,7 +84,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
                 flashinfer_latents,
                 HALF,
                 only_16_bit_cache,
-                lacks("sparse", "custom_mask", "both_ways", "sliding_window"),
+                lacks("sparse", "custom_mask", "both_ways"),
             ),
             asked_as="flashinfer",
         ),
