@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import transformers
 
 from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.conditions import flashinfer_latents
+from sglang.srt.kernels.spec import Need
 
 from .dots3_reference import CONFIG, Dots3, weights
 from .draft_harness import DraftRunner, check_proposals, plan_with_draft
@@ -110,6 +114,21 @@ def test_windows_attend_to_latents_as_to_what_is_made_of_them(
     ends = [0, 1, 4, 11, 13, 30, len(TOKENS)]
     got = [runner.extend({3: TOKENS[a:b]})[0] for a, b in itertools.pairwise(ends)]
     torch.testing.assert_close(torch.cat(got), Dots3(tensors, CONFIG).logits(TOKENS), **CLOSE)
+
+
+def test_expanding_pays_by_what_windows_see() -> None:
+    spec = replace(MLA(64, 1024, 1024, 192, 64, 128), window=513)
+    saved, cost = 1088 + 1024 - 256 - 128, 1024 * (192 + 128)
+    for prefix, new in itertools.product((0, 1, 300, 512, 513, 5000), (1, 2, 100, 213, 1000)):
+        pairs = sum(min(513, prefix + i) for i in range(1, new + 1))
+        assert spec.expanding_pays([prefix], [new]) == (pairs * saved > min(prefix, 512) * cost), (prefix, new)
+    assert spec.expanded_lens([0, 300, 512, 5000]) == [0, 300, 512, 512]
+
+
+def test_libraries_without_windows_over_latents_are_not_chosen() -> None:
+    need = Need("decode_attention", 576, 512, "bfloat16", "bfloat16", traits=frozenset({"mla", "sliding_window"}))
+    assert flashinfer_latents(need, arch_by_name("sm_120")) == ["latents of windows"]
+    assert flashinfer_latents(replace(need, traits=frozenset({"mla"})), arch_by_name("sm_120")) == []
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
