@@ -35,6 +35,7 @@ CONFIGS = {
     "MiMo-V2.5-Pro-NVFP4-MXFP8": "MiMo-V2.5-Pro-NVFP4-MXFP8",
     "MiMo-V2.6-Flash-RL (text)": "MiMo-V2.6-Flash-RL",
     "MiMo-V2.6-Pro-RL (text)": "MiMo-V2.6-Pro-RL",
+    "dots3-note-prev-fp8 (text)": "dots3-note-prev-fp8",
     "DeepSeek-V3, R1 (FP8)": "DeepSeek-R1",
     "DeepSeek-V3.1-NVFP4": "deepseek_v31_nvfp4",
     "GPT-OSS-120B": "gpt_oss",

@@ -93,7 +93,11 @@ _ATTENTION = {
     "decode_biased.decode_biased_kernel": _rule(
         free="GROUP", at_most="HAS_GUESSES", counts=f"{_DECODE_COUNTS} window extent", absent=_WINDOW | _GUESSES
     ),
-    "latent_decode.latent_decode_kernel": _rule(at_most="HAS_GUESSES", counts=_DECODE_COUNTS, absent=_GUESSES),
+    "latent_decode.latent_decode_kernel": _rule(
+        at_most="HAS_GUESSES",
+        counts=f"{_DECODE_COUNTS} window",
+        absent=_GUESSES | {"HAS_WINDOW": "window seq_lens_ptr"},
+    ),
     "decode_attention.combine_kernel": _rule(
         # Rows have a head dim that their columns do not divide, so that columns are masked.
         free="V_HEAD_DIM",
@@ -103,7 +107,9 @@ _ATTENTION = {
     ),
     "decode_attention.plan_kernel": _rule(counts="num_seqs num_slots num_pieces"),
     "latent_prompt.latent_prompt_kernel": _rule(
-        at_most="CARRY_OUT", counts="num_seqs num_blocks num_heads", absent={"CARRY_OUT": "part_o_ptr part_lse_ptr"}
+        at_most="CARRY_OUT",
+        counts="num_seqs num_blocks num_heads window",
+        absent={"CARRY_OUT": "part_o_ptr part_lse_ptr"} | _WINDOW,
     ),
     "latent_prompt.gather_latents_kernel": _rule(free="NOPE", counts="num_heads"),
     "latent_prompt.gather_records_kernel": _rule(free="NOPE", counts="num_heads"),
@@ -182,7 +188,7 @@ _ELEMENTWISE = {
     "rope_store.qk_norm_rope_store_kernel": _ROPE_STORE,
     "rope_store.qk_norm_rope_store_fp4_kernel": _ROPE_STORE,
     "latent_store.latent_norm_rope_store_kernel": _rule(
-        free="Q_HEADS NOPE", at_most="INTERLEAVED", counts="num_absorbed"
+        free="Q_HEADS NOPE", at_most="INTERLEAVED", counts="num_absorbed", absent={"KEY_NORM": "key_weight"}
     ),
     "tail_rotation.shared_kv_store_kernel": _rule(free="Q_HEADS"),
     "tail_rotation.tail_rotation_kernel": _rule(free="NUM_HEADS", at_most="INVERSE", counts="dim"),

@@ -194,7 +194,9 @@ def rows_without_tile(ledger: Ledger) -> Iterator[str]:
             for kv_dtype in dtypes:
                 if tiles.KV_BYTES[kv_dtype] not in row.kv_bytes:
                     continue
-                need = Need(row.op, head_dim, v_head_dim, "bfloat16", kv_dtype)
+                in_windows = (head_dim, v_head_dim) == tiles.MLA_WIDE  # alone
+                traits = frozenset({"sliding_window"} if in_windows else ())
+                need = Need(row.op, head_dim, v_head_dim, "bfloat16", kv_dtype, traits=traits)
                 for name in ARCHS_WITH_TILES:
                     fitting = ledger.fitting_tiles(need, arch_by_name(name))
                     if not fitting.tiles:

@@ -88,7 +88,7 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
 
 @mixer_ops.register
 def _latents(mixer: MLA, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
-    tp, item = parallel.attn_tp_size, _cache_bytes(parallel)
+    tp, item = parallel.attn_tp_size, _cache_bytes(mixer.stored(parallel))
     sharing = mixer.effective_dcp_size(tp, parallel.ranks.dcp_size)
     yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, parallel.library_latents)
 
@@ -210,6 +210,7 @@ def _latent(
     """Yields MLA's ops: absorbed where a step decodes, verifies or selects; other prompts use keys and values computed
     from latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
+    windowed = " in a window" if mixer.window else ""
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
     yield "latent_norm_rope_store", Elementwise("latent_norm_rope_store", size)
     selects = mixer.sparse and step.context > mixer.top_k
@@ -224,17 +225,19 @@ def _latent(
             yield "sparse_attention", SelectedAttention(*sizes)
         else:
             context = _own_tokens(step, sharing).context
+            context = min(context, mixer.window) if mixer.window else context
             keys_of = Keys(step.batch, context, heads * sharing * step.new, 1, mixer.latent_dim, lora, item, True)
-            yield "decode_attention", DecodeAttention(keys_of)
+            yield "decode_attention" + windowed, DecodeAttention(keys_of)
         yield from _exchanged_parts(step, sharing, heads * lora)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
     else:
         yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)
-        prompt = Prompt(step.batch, step.new, heads, heads, mixer.qk_dim, mixer.v_dim, step.context - step.new)
+        dims = (heads, heads, mixer.qk_dim, mixer.v_dim)
+        prompt = Prompt(step.batch, step.new, *dims, step.context - step.new, mixer.window)
         if library and tokens >= LONG_PROMPTS and (mixer.qk_dim, mixer.v_dim) == FLASHINFER_LATENT_DIMS:
             yield "long_latent_prompt", ExtendAttention(prompt, library=True)
         else:
-            yield "extend_attention", ExtendAttention(prompt)
+            yield "extend_attention" + windowed, ExtendAttention(prompt)
 
 
 @mixer_ops.register

@@ -59,6 +59,7 @@ FAMILIES_OF_2026 = {
     "Step-3.7-Flash-NVFP4": ((2, 1), (4, 1)),
     "minimax_m3_nvfp4": ((4, 1), (2, 3), (8, 1)),
     "MiMo-V2-Flash": ((2, 2), (2, 3), (8, 1)),
+    "dots3-note-prev-fp8": ((4, 1), (4, 2)),
     "GLM-5.2-NVFP4": ((2, 3), (8, 1)),
     "DeepSeek-V3.2-NVFP4": ((2, 3), (8, 1)),
     "DeepSeek-V4.1-Flash": ((4, 1), (8, 1)),

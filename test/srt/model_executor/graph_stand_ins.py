@@ -155,6 +155,7 @@ def with_attention(runner: ModelRunner, decode: Any, extend: Any, long_prompts: 
             for site in (() if long_prompts is None else sites.extend)
             if not site.window
         },
+        tables=sites._tables,
     )
     return runner.state.attention
 

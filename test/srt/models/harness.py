@@ -1123,6 +1123,9 @@ class NativePlan:
     def entry(self, op: Op[Any], key: str = "") -> Any:
         return op.reference
 
+    def attention_op(self, op: str, shape: object) -> str:
+        return op
+
     def tile(self, op: str) -> None:
         return None
 
@@ -1179,6 +1182,7 @@ class TinyRunner:
             latent,
             plan.tokens_per_step,
             sparse_sites(everything.layers, plan),
+            tables=row_tables(groups),
         )
 
     def _batch(self, decodes: bool, new: dict[int, list[int]]) -> ForwardBatch:

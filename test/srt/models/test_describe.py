@@ -214,10 +214,10 @@ WRITTEN_BY_OTHERS = {
     *("Step3p5ForCausalLM", "DeepseekV41ForCausalLM", "MiMoV2ForCausalLM"),
     *("BailingMoeV3ForCausalLM", "NaiveN05FlashForCausalLM", "Step4ForCausalLM", "Step5ForCausalLM"),
     *("MMGPTStepRoboticsForCausalLM", "Step5ForConditionalGeneration"),
-    *("NemotronHPuzzleForCausalLM", "MuseSparkForConditionalGeneration"),
+    *("NemotronHPuzzleForCausalLM", "MuseSparkForConditionalGeneration", "Dots3NoteForCausalLM"),
 }
 """Architectures whose code comes with the checkpoint, those of which transformers writes keys and names that no
-published checkpoint has, one whose class has no indexer by default, and one that the oldest of them lacks."""
+published checkpoint has, one whose class has no indexer by default, and two that the oldest of them lacks."""
 
 
 def test_transformers_writes_what_we_read(tmp_path: Path) -> None:

@@ -118,9 +118,12 @@ def torch_flash_is_faster(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def flashinfer_latents(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses latents of sizes that FA2's kernels do not support."""
+    """Refuses latents of sizes that FA2's kernels do not support, and those of windows."""
     latent = (need.head_dim, need.v_head_dim)
-    return [] if latent == MLA_LATENT else [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)"]
+    windows = ["latents of windows"] if {"mla", "sliding_window"} <= need.traits else []
+    if latent == MLA_LATENT:
+        return windows
+    return [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)", *windows]
 
 
 def only_packed(need: Need, arch: ArchTraits) -> list[str]:

@@ -17,7 +17,7 @@ MIN_TOKENS = "least_tokens"
 
 HEAD_DIMS: tuple[tuple[int, int], ...] = (
     (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256), (288, 256),
-    (320, 256), (512, 512), (576, 512),
+    (320, 256), (512, 512), (576, 512), (1088, 1024),
 )  # fmt: skip
 """(head_dim, v_head_dim) that the attention kernels support."""
 
@@ -25,7 +25,9 @@ MLA_LATENT = (576, 512)
 """One key head whose first 512 columns are the value."""
 MLA_NARROW = (320, 256)
 """Mistral 4's latents, which are half as long."""
-MLA_LATENTS = (MLA_LATENT, MLA_NARROW)
+MLA_WIDE = (1088, 1024)
+"""Latents of dots3's windows, which always have 16 bits."""
+MLA_LATENTS = (MLA_LATENT, MLA_NARROW, MLA_WIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
 ROWS: tuple[TileRow, ...] = (
     *_extend_rows("extend_attention", _ANY),
     *_extend_rows("prefill_attention", _HALF),
+    TileRow("extend_attention", (MLA_WIDE,), _HALF, (_qkv(16, 16, 8, 2),)),
     # With 16-bit keys two stages keep as many bytes in flight as three, and spill nothing.
     TileRow(
         "decode_attention", ((64, 64),), _HALF,
@@ -169,6 +172,7 @@ ROWS: tuple[TileRow, ...] = (
     # Sizes are predictions: shared memory and registers are on record, times are not measured.
     TileRow("decode_attention", (MLA_NARROW,), _HALF, (_split(16, 64, 8, 3, 1, 2), _split(16, 32, 4, 3, 1, 2))),
     TileRow("decode_attention", (MLA_NARROW,), _FP8, (_split(16, 64, 8, 3, 1, 2), _split(16, 32, 4, 3, 1, 2))),
+    TileRow("decode_attention", (MLA_WIDE,), _HALF, (_split(16, 16, 8, 2, 1, 2),)),
     # Blocks of 32 or 64 heads where a rank has as many read entries less often, which pays where a step has tokens for
     # all SMs: on an H200 0.53 of the time of blocks of 16 with 64 heads and latents, 0.74 with 32; 1.1 to 1.7 in steps
     # of 64 tokens. With one block an SM, as SM120's shared memory allows, 0.88 to 0.92. Float8 means packed latents.
@@ -193,7 +197,10 @@ ROWS: tuple[TileRow, ...] = (
         "sparse_attention", ((512, 512),), _FP8,
         (_gather(32, 32, 8, 3, 1, 16), _gather(16, 32, 4, 3, 1), _gather(16, 16, 4, 3, 1)),
     ),
-    TileRow("sparse_attention", ((512, 512), *MLA_LATENTS), _FP4, (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1))),
+    TileRow(
+        "sparse_attention", ((512, 512), MLA_LATENT, MLA_NARROW), _FP4,
+        (_gather(16, 32, 8, 3, 1), _gather(16, 16, 4, 3, 1)),
+    ),
     # Eight or twelve heads of a KV head share a block of 16 rows; what is read per token is the same for all tiles.
     TileRow(
         "selected_block_attention", ((128, 128),), _HALF, (_gather(16, 64, 4, 2, 2), _gather(16, 32, 4, 2, 2)),
@@ -236,7 +243,7 @@ ROWS: tuple[TileRow, ...] = (
         "latent_prompt_attention", ((128, 128),), _HALF,
         (_qkv(64, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)},
     ),
-    TileRow("latent_prompt_attention", ((256, 256),), _HALF, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+    TileRow("latent_prompt_attention", ((256, 128), (256, 256)), _HALF, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
     # FP4 keys and values are dequantized in registers. Sizes are predictions: shared memory and registers are on
     # record, times are not measured.
     TileRow("extend_attention", ((64, 64),), _FP4, (_qkv(64, 32, 4, 2), _qkv(32, 32, 8, 2))),

@@ -117,6 +117,32 @@ Gate = ElementGate | HeadGate
 
 
 @dataclass(frozen=True, slots=True)
+class LatentNorms:
+    """The norms of latents.
+
+    eps: their epsilon, which in most models is not the one of the layers' norms
+    scaled: a normed latent is multiplied by the root of hidden size over its own size
+    rotary_key: the rotary key is normed, too
+    """
+
+    eps: float = 1e-6
+    scaled: bool = False
+    rotary_key: bool = False
+
+    def factor(self, hidden_size: int, size: int) -> float:
+        """Returns the number by which a normed latent of `size` elements is multiplied."""
+        return float((hidden_size / size) ** 0.5) if self.scaled else 1.0
+
+    def weights(self, latents: int, rope_dim: int) -> Weights:
+        """Returns the weights. They hold the factor; fp32 does not round their product with it."""
+        key = (Elements(rope_dim),) if self.rotary_key else ()
+        return (Elements(latents, "float32" if self.scaled else None), *key)
+
+
+PLAIN_LATENT_NORMS = LatentNorms()
+
+
+@dataclass(frozen=True, slots=True)
 class Values:
     """What values are.
 

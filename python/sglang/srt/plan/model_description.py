@@ -222,7 +222,7 @@ def describe_model(
         model,
         known=known is not None,
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
-        names=without_drafts(model.names, keys, len(model.layers)),
+        names=without_drafts(model.names, keys, len(model.layers), family.unstated_drafts),
     )
 
 
@@ -363,10 +363,10 @@ def _vision_head_dim(vision: Any) -> int:
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 
 
-def without_drafts(names: WeightMap, keys: ConfigReader, first: int) -> WeightMap:
+def without_drafts(names: WeightMap, keys: ConfigReader, first: int, unstated: int = 0) -> WeightMap:
     """Returns the names with the layers behind the last one marked as unread: only drafts use them (multi-token
-    prediction)."""
-    drafts = range(first, first + keys.count("num_nextn_predict_layers", "num_mtp_modules"))
+    prediction). `unstated`: their number where no key says it."""
+    drafts = range(first, first + (keys.count("num_nextn_predict_layers", "num_mtp_modules") or unstated))
     return replace(names, unread=(*names.unread, *(names.layer_prefix.format(layer=i) for i in drafts)))
 
 

@@ -21,15 +21,18 @@ from .selection import launch_index_rows, launch_indexer, launch_records, launch
 
 
 def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
-    """Absorbed attention, the store, and prompts over the prefixes of two requests in two chunks each."""
+    """Absorbed attention, the store, and prompts over the prefixes of two requests in two chunks each, or in one that
+    their window sees."""
     shape = mixer.attention_shape(tp_size)
-    launch_attention(shape, 0, 0.0, False, arch, latent=True)
+    launch_attention(shape, mixer.window, 0.0, False, arch, latent=True)
     if mixer.sparse:
         for dtype, width, stored in (("bfloat16", shape.head_dim, BF16), ("fp8_e4m3", PACKED_BYTES, torch.uint8)):
             cache = empty(SLOTS, 1, width, dtype=stored)
             launch_selected_attention(shape, [(cache, selected(2048))], False, dtype, arch)
         latent_pack.latent_pack_store(empty(100, shape.head_dim), cache, empty(100, dtype=torch.int64))
-    launch_records(shape, mixer.record, [2048], False, arch, in_table=not mixer.sparse)
+    record = mixer.record(FP4)
+    if record is not None:
+        launch_records(shape, mixer.record, [2048], False, arch, in_table=not mixer.sparse)
     if mixer.indexer is not None:
         launch_indexer(mixer.indexer, 1, arch)
         launch_index_rows(mixer.indexer, mixer.rope_dim)
@@ -39,13 +42,15 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
     head_dim, v_dim = prompt = (mixer.qk_dim, mixer.v_dim)
     # The latent is a part of the product that makes q's latent too, or queries.
     before = mixer.q_lora_rank or heads * head_dim
+    of_latents = torch.float32 if mixer.norms.scaled else BF16
+    of_keys = empty(rot) if mixer.norms.rotary_key else None
     if mixer.q_lora_rank:
         for tokens in (1, 100):
-            norm.rmsnorm(empty(tokens, before + dim)[:, :before], empty(before), 1e-6)
+            norm.rmsnorm(empty(tokens, before + dim)[:, :before], empty(before, dtype=of_latents), 1e-6)
     w_uk, w_uv = empty(heads, head_dim - rot, rank), empty(heads, rank, v_dim)
     cos_sin = empty(CONTEXT, rot, dtype=torch.float32)
     bounds = empty(3, dtype=torch.int32)
-    for dtype, is_neox_style in itertools.product(CACHES, (False, True)):
+    for dtype, is_neox_style in itertools.product(CACHES[:1] if mixer.window else CACHES, (False, True)):
         cache = empty(SLOTS, 1, dim, dtype=STORAGE_DTYPES[dtype])
         for tokens, absorbed in ((1, 1), (100, None), (300, 16)):
             latents, positions = empty(tokens, before + dim)[:, before:], empty(tokens, dtype=torch.int64)
@@ -54,18 +59,17 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
                 queries = empty(tokens, before + dim)[:, :before].unflatten(-1, (heads, head_dim))
             entries = latent_store.latent_norm_rope_store(
                 queries, latents, None if absorbed is None else empty(absorbed, heads, dim), positions, cos_sin,
-                empty(rank), 1e-6, cache, positions, 1.0, is_neox_style,
+                empty(rank, dtype=of_latents), 1e-6, cache, positions, 1.0, is_neox_style, of_keys,
             )  # fmt: skip
-        chunks = [LatentChunk(empty(64, dtype=torch.int64), bounds)] * 2
-        record = mixer.record(FP4)
-        assert record is not None
-        records = empty(SLOTS, 1, record.size, dtype=torch.uint8)
-        latent_prompt.gather_records(records, chunks[0].slots, empty(64, heads, head_dim), record, 1.0)
+        chunks = [LatentChunk(empty(64, dtype=torch.int64), bounds)] * (1 if mixer.window else 2)
+        if record is not None:
+            records = empty(SLOTS, 1, record.size, dtype=torch.uint8)
+            latent_prompt.gather_records(records, chunks[0].slots, empty(64, heads, head_dim), record, 1.0)
         for tile in tiles_of("latent_prompt_attention", *prompt, "bfloat16", arch):
             for prefix in ([], chunks):
                 out = empty(tokens, heads, v_dim)
                 latent_prompt.latent_prompt_attention(
-                    queries, entries, w_uk, w_uv, out, bounds, cache, prefix, scale=0.1, tile=tile
+                    queries, entries, w_uk, w_uv, out, bounds, cache, prefix, scale=0.1, window=mixer.window, tile=tile
                 )
 
 

@@ -17,7 +17,7 @@ import torch
 from pairs import some, some_of
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
-from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENTS, AttentionTile, _split, attention_tiles
+from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENTS, MLA_WIDE, AttentionTile, _split, attention_tiles
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     DecodePlan,
     DecodeWorkspace,
@@ -134,6 +134,21 @@ def test_extend_head_dims(head_dims: tuple[int, int]) -> None:
 def test_decode_head_dims(head_dims: tuple[int, int]) -> None:
     p = decode_problem(head_dims)
     assert relative_error(run_decode(p), reference_decode(p, head_dims[0] ** -0.5)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("window", [1, 20])
+def test_windows_over_latents(window: int) -> None:
+    """Of dots3. Slots before a window may hold anything."""
+    for problem, run, reference in (
+        (extend_problem(MLA_WIDE), run_extend, reference_extend),
+        (decode_problem(MLA_WIDE), run_decode, reference_decode),
+    ):
+        expected = reference(problem, MLA_WIDE[0] ** -0.5, window=window)
+        for i, prefix in enumerate(problem.prefix_lens):
+            stale = problem.req_to_token[problem.req_pool_indices[i], : max(0, prefix - window + 1)].long()
+            problem.k_cache[stale] = float("nan")
+        assert relative_error(run(problem, sliding_window=window), expected) < BF16_BOUND
 
 
 @interpreter.kernel_test

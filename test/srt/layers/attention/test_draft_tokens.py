@@ -98,6 +98,12 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("window", [2, 33])
+def test_windows_over_latents(window: int) -> None:
+    check(problem(3, (16, 1), MLA_LATENT), 3, BOUNDS[None], sliding_window=window)
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize(
     ("rows", "heads"),
     some_of([(2, (4, 4)), (3, (8, 1)), (16, (10, 2)), (4, (40, 2))], {(2, (4, 4)), (3, (8, 1)), (16, (10, 2))}),

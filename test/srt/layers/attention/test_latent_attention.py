@@ -60,13 +60,15 @@ def check_store(
     cache_dtype: torch.dtype | None = None,
     num_absorbed: int | None = None,
     is_neox_style: bool = False,
+    norms_key: bool = False,
 ) -> None:
     nope, rank, rot = dims
     num_slots, cache_dtype = num_tokens + 9, cache_dtype or dtype
     q = randn(num_tokens, num_heads, nope + rot, dtype=dtype)
     # A slice of a wider product, far beyond the range of e4m3 after scaling: the store must saturate.
     latent = randn(num_tokens, 32 + rank + rot, scale=30.0, dtype=dtype)[:, 32:]
-    weight = randn(rank, scale=20.0, dtype=dtype)
+    weight = randn(rank, scale=20.0, dtype=torch.float32 if norms_key else dtype)
+    key_weight = randn(rot, dtype=dtype) if norms_key else None
     positions = torch.randint(0, 50, (num_tokens,)).to(DEVICE)
     loc = torch.randperm(num_slots)[:num_tokens].to(DEVICE)
     angles = torch.rand(50, rot // 2) * 6.28
@@ -78,7 +80,8 @@ def check_store(
         if num_absorbed is not None:
             absorbed = torch.full((num_absorbed, num_heads, rank + rot), 7.0, dtype=dtype, device=DEVICE)
         own_q = q.clone()
-        entries = op(own_q, latent, absorbed, positions, cos_sin, weight, 1e-6, cache, loc, 0.25, is_neox_style)
+        args = (positions, cos_sin, weight, 1e-6, cache, loc, 0.25, is_neox_style, key_weight)
+        entries = op(own_q, latent, absorbed, *args)
         return own_q, entries, absorbed, cache
 
     got, want = run(latent_store.latent_norm_rope_store), run(reference.latent_norm_rope_store)
@@ -112,6 +115,13 @@ def test_store(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize(("num_tokens", "num_absorbed"), [(1, 1), (40, None), (40, 3), (260, 0)])
 def test_store_of_other_shapes(num_tokens: int, num_absorbed: int | None, is_neox_style: bool) -> None:
     check_store(num_tokens, 5, (24, 40, 16), torch.float32, num_absorbed=num_absorbed, is_neox_style=is_neox_style)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("is_neox_style", [True, False])
+def test_store_with_a_normed_rotary_key_and_fp32_weights(is_neox_style: bool) -> None:
+    check_store(5, 5, (24, 40, 16), torch.float32, is_neox_style=is_neox_style, norms_key=True)
+    check_store(3, 16, (128, RANK, ROT), num_absorbed=3, is_neox_style=is_neox_style, norms_key=True)
 
 
 @interpreter.kernel_test
@@ -155,12 +165,20 @@ class Latents:
     def chunks(self, tokens: int):
         return cut_prefixes(self.table, self.rows, PREFIX_LENS, tokens)
 
-    def reference(self) -> torch.Tensor:
+    def tails(self, window: int):
+        """Returns what the first new token of each sequence sees of its prefix, and hides all before that."""
+        lens = [min(prefix, window - 1) for prefix in PREFIX_LENS]
+        begins = [prefix - length for prefix, length in zip(PREFIX_LENS, lens, strict=True)]
+        for row, begin in zip(self.rows, begins, strict=True):
+            self.cache[self.table[row, :begin].long()] = float("nan")
+        return cut_prefixes(self.table, self.rows, lens, 1 << 20, begins=begins)
+
+    def reference(self, window: int = 0) -> torch.Tensor:
         """In fp32 throughout."""
         out = torch.empty(len(self.q), HEADS, self.v_dim, device=DEVICE)
         reference.expanded_latent_attention(
             self.q.float(), self.entries.float(), self.w_uk.float(), self.w_uv.float(), out, self.start_loc, self.cache,
-            self.chunks(1 << 20), scale=self.softmax_scale, cache_scale=self.scale,
+            self.chunks(1 << 20), scale=self.softmax_scale, cache_scale=self.scale, window=window,
         )  # fmt: skip
         return out
 
@@ -203,6 +221,29 @@ def check_prompts(problem: Latents, chunk_tokens: int) -> None:
     )  # fmt: skip
     assert (out[:before] == 7.0).all()
     assert relative_error(out[before:], problem.reference()) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(
+    ("window", "dims"), some_of(itertools.product((1, 20, 66), ((192, 128), (128, 128))), {(1, (128, 128)),
+    (20, (192, 128)), (66, (128, 128))}), ids=str,
+)  # fmt: skip
+def test_windows(window: int, dims: tuple[int, int]) -> None:
+    """Prompts over expanded keys, and tokens that decode over latents. Slots before a window hold anything."""
+    problem = Latents(*dims)
+    want = problem.reference(window)
+    assert relative_error(want, problem.reference()) > 10 * BF16_BOUND
+    out = torch.full((len(problem.q), HEADS, problem.v_dim), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    latent_prompt.latent_prompt_attention(
+        problem.q, problem.entries, problem.w_uk, problem.w_uv, out, problem.start_loc, problem.cache,
+        problem.tails(window), scale=problem.softmax_scale, window=window,
+        tile=tile_of("latent_prompt_attention", (problem.nope + ROT, problem.v_dim)),
+    )  # fmt: skip
+    assert relative_error(out, want) < BF16_BOUND
+    last = (problem.start_loc[1:] - 1).long()
+    q = problem.absorbed_queries()[last]
+    got = decode(problem, q, decode_tile(problem.cache), sliding_window=window)
+    assert relative_error(problem.values_of(got), want[last]) < BF16_BOUND
 
 
 @interpreter.kernel_test
@@ -279,8 +320,8 @@ def test_what_decoding_over_latents_cannot_do_is_refused() -> None:
     problem = Latents(128, 128)
     last = (problem.start_loc[1:] - 1).long()
     q, tile = problem.absorbed_queries()[last], decode_tile(problem.cache)
-    for feature in ({"sliding_window": 8}, {"logit_cap": 3.0}, {"sinks": q[0, :, 0].float()}):
-        with pytest.raises(ValueError, match="latents has neither a sliding window"):
+    for feature in ({"sliding_window": 8, "chunked": True}, {"logit_cap": 3.0}, {"sinks": q[0, :, 0].float()}):
+        with pytest.raises(ValueError, match="latents has neither chunks"):
             decode(problem, q, tile, **feature)
     problem.cache = problem.cache.half()
     with pytest.raises(TypeError, match="latents are torch.float16: neither float8 nor the queries' torch.bfloat16"):
@@ -304,6 +345,8 @@ def test_chunks_cover_every_prefix_token_once(chunk_tokens: int) -> None:
     assert by_sequence == [table[row, :length].tolist() for row, length in zip(rows, lens, strict=True)]
     assert cut_prefixes(table, rows, [0] * 4, 3) == ()
     assert [chunk.slots.tolist() for chunk in cut_prefixes(table, rows, [0, 0, 1, 0], 3)] == [[148]]
+    (chunk,) = cut_prefixes(table, rows, [2, 0, 1, 3], 9, begins=[3, 0, 2, 5])
+    assert chunk.slots.tolist() == [135, 136, 150, 121, 122, 123]
 
 
 @interpreter.in_two_parts

@@ -109,7 +109,7 @@ def test_tokens_come_together(size: int) -> None:
     cache = torch.randn(40 * page, 2, 3, generator=generator)
     pages = torch.randperm(39, generator=generator) + 1
     table = (pages[:35].view(5, 7, 1) * page + torch.arange(page)).flatten(1)
-    tokens = Tokens.first(lens, torch.device("cpu"))
+    tokens = Tokens.of(lens, torch.device("cpu"))
     assert tokens.bounds.tolist() == [0, 5, 5, 22, 23, 31]
     slots = table[tokens.rows, tokens.positions]
     for run in (slice(0, 31), slice(3, 20), slice(20, 31)):

@@ -167,6 +167,7 @@ class FlashInferLatents:
         scale: float,
         cache_scale: float = 1.0,
         record: LatentRecord | None = None,
+        window: int = 0,
     ) -> None:
         assert scale == self.scale, "one plan of a step serves all layers"
         first = len(q) - self.causal.end

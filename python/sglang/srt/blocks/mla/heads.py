@@ -12,9 +12,10 @@ from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.latent_adapters import LatentAdapters, LatentDims
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import LINEAR
-from sglang.srt.layers.parameter import Init, Scope, WeightShard
+from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard, constant
 from sglang.srt.plan.attention_parts import HeadGate
 from sglang.srt.plan.ranks import ShardRange, whole
+from sglang.srt.plan.weight_names import PartKey
 
 
 class LatentHeads(SumsInOutput):
@@ -37,9 +38,9 @@ class LatentHeads(SumsInOutput):
         self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), spec.input_size or hidden_size, projections)
         self.qkv_sizes = [rows.padded_count for rows in projections.values()]
         if spec.q_lora_rank:
-            self.q_norm = scope.sub("q_a_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
+            self.q_norm = self._norm(scope.sub("q_a_norm"), spec.q_lora_rank, hidden_size)
             self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": q_rows})
-        self.kv_norm = scope.sub("kv_a_norm").param("weight", (rank,), init=Init.ONES)
+        self.kv_norm = self._norm(scope.sub("kv_a_norm"), rank, hidden_size)
         shard = WeightShard("", heads.scale_dims(spec.nope_dim + spec.v_dim), whole(rank))
         kv_b = scope.sub("kv_b")
         scope.quant.create_unpacked(kv_b, shard, self._take_up)
@@ -49,6 +50,14 @@ class LatentHeads(SumsInOutput):
             self.adapters = scope.adapters.latent(kv_b.module(), dims)
         values = heads.scale_dims(spec.v_dim)
         self.out = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
+
+    def _norm(self, scope: Scope, size: int, hidden_size: int) -> torch.Tensor:
+        """Returns the weight of a latent's norm, with the factor by which the normed latent is multiplied."""
+        if not self.spec.norms.scaled:
+            return scope.param("weight", (size,), init=Init.ONES)
+        factor = self.spec.norms.factor(hidden_size, size)
+        part = TensorPart((size,), convert=lambda weight: weight.float() * factor)
+        return scope.param("weight", (size,), {PartKey(): part}, constant(factor), torch.float32)
 
     def _absorb(self, q: torch.Tensor, absorbed: torch.Tensor) -> None:
         """Computes absorbed queries [T, heads, rank] of q [T, heads, nope]."""

@@ -35,8 +35,9 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.native_latent_records import LATENT_RECORD_STORE
 from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.packed_entries import token_numbers
-from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.plan.kv_spec import has_tensor_scales
+from sglang.srt.plan.layer_spec import AttentionShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.sparse_rows import SparseRows
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.plan import Plan
-
-LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of the query and KV latents in the published code, independent of `rms_norm_eps`."""
 
 
 class LatentAttention(LatentHeads):
@@ -60,7 +58,7 @@ class LatentAttention(LatentHeads):
         self.cache = scope.cache(site.layer_id, "latent")
         kv_dtype = scope.plan.kv_cache_dtype
         self.record = spec.record(kv_dtype)
-        if has_tensor_scales(kv_dtype) and not spec.sparse:
+        if has_tensor_scales(kv_dtype) and not (spec.sparse or spec.window):
             LayerCacheScales(scope, self.cache, heads=1, latent=True)
         self.attention = Attention(
             self.cache,
@@ -69,16 +67,21 @@ class LatentAttention(LatentHeads):
             spec.latent_dim,
             spec.softmax_scale,
             spec.kv_lora_rank,
+            sliding_window=spec.window,
             top_k=spec.top_k,
             dcp_size=spec.effective_dcp_size(scope.groups.attention.size, scope.groups.context.size),
         )
         self.rotary, self.is_neox_style = site.rotary.of(spec.rope), spec.rope.is_neox_style
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
         self.norm = scope.plan.entry(RMSNORM)
+        key_norm = spec.norms.rotary_key
+        self.key_norm = scope.sub("k_rope_norm").param("weight", (spec.rope_dim,), init=Init.ONES) if key_norm else None
         self.gate = None if spec.gate is None else OutputGate(scope, spec.gate, site, self.head_rows)
         self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
         self.pack = self._packing(scope.plan) if spec.packed(kv_dtype) else None
-        self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION)
+        expanded = AttentionShape(self.num_heads, self.num_heads, spec.qk_dim, spec.v_dim)
+        key = scope.plan.attention_op(LATENT_PROMPT_ATTENTION.name, expanded)
+        self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION, key)
 
     def _packing(self, plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         """Returns what stores entries [T, D] packed."""
@@ -93,7 +96,7 @@ class LatentAttention(LatentHeads):
         metadata = batch.metadata[self.attention.site]
         positions, cos_sin = rotation = self.rotary.at(batch.positions)
         if spec.q_lora_rank:
-            q_latent = self.norm(q, self.q_norm, LATENT_NORM_EPS)
+            q_latent = self.norm(q, self.q_norm, spec.norms.eps)
             q = self.q_b(q_latent)
             if self.indexer is not None:
                 self._select(self.indexer, x, q_latent, rotation, batch, metadata.sparse)
@@ -113,11 +116,12 @@ class LatentAttention(LatentHeads):
             positions,
             cos_sin,
             self.kv_norm,
-            LATENT_NORM_EPS,
+            spec.norms.eps,
             into,
             at,
             1.0 if self.pack is not None else cache.k_scale,
             self.is_neox_style,
+            self.key_norm,
         )
         if self.pack is not None:
             self.pack(entries, cache.k, batch.slots_of(cache).out_cache_loc)
@@ -185,4 +189,5 @@ class LatentAttention(LatentHeads):
             scale=self.spec.softmax_scale,
             cache_scale=self.cache.k_scale,
             record=self.record,
+            window=self.spec.window,
         )

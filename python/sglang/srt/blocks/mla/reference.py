@@ -32,8 +32,10 @@ def latent_norm_rope_store(
     out_cache_loc: torch.Tensor,
     scale: float = 1.0,
     is_neox_style: bool = True,
+    key_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalizes the latent, applies RoPE to the last dims of queries and key, and stores one entry per token.
+    """Normalizes the latent, and with key_weight [rot] the rotary key; applies RoPE to the last dims of queries and of
+    the key, and stores one entry per token.
 
     q [T, H, nope + rot], rewritten; latent [T, rank + rot]; absorbed [N, H, rank + rot], whose last rot dims become
     those of q's first N rows; positions and out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; cache
@@ -46,7 +48,8 @@ def latent_norm_rope_store(
     q_rotary.copy_(apply_rope(q_rotary, cos, sin, is_neox_style))
     if absorbed is not None:
         absorbed[..., rank:] = q_rotary[: len(absorbed)]
-    key = apply_rope(latent[:, None, rank:], cos, sin, is_neox_style)[:, 0].to(q.dtype)
+    key = latent[:, rank:] if key_weight is None else rmsnorm(latent[:, rank:], key_weight, eps)
+    key = apply_rope(key[:, None], cos, sin, is_neox_style)[:, 0].to(q.dtype)
     entries = torch.cat((rmsnorm(latent[:, :rank], weight, eps), key), dim=-1)
     store_cache(cache, entries[:, None], out_cache_loc, scale)
     return entries
@@ -72,13 +75,15 @@ def expanded_latent_attention(
     scale: float,
     cache_scale: float = 1.0,
     record: LatentRecord | None = None,
+    window: int = 0,
 ) -> None:
     """Fills the rows of out [T, H, v] from start_loc[0] on with causal attention of q [T, H, nope + rot] over keys and
     values expanded from the cached prefixes' latents and the new tokens' entries [T, rank + rot].
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
-    * cache_scale, or of records; chunks: of the prefixes. New tokens are seen as records, too: so answers do not depend
-    on where a prompt is cut. Waits for the device.
+    * cache_scale, or of records; chunks: of the prefixes; with a `window`, which counts the token itself, a single one
+    of what the first new token of each sequence sees. New tokens are seen as records, too: so answers do not depend on
+    where a prompt is cut. Waits for the device.
     """
     rank = w_uk.shape[2]
     bounds = start_loc.tolist()
@@ -100,7 +105,10 @@ def expanded_latent_attention(
         keys = torch.cat((keys, context[:, rank:].expand(len(keys), -1, -1)), dim=-1).float()
         values = torch.einsum("lr,hrd->hld", context[:, :rank], w_uv).float()
         scores = q[first:end].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(context) - (end - first) + 1)
+        cached = len(context) - (end - first)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(cached + 1)
+        if window:
+            hidden |= torch.ones_like(hidden).tril(cached - window)
         probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
         out[first:end] = (probs @ values).transpose(0, 1).to(out.dtype)
 

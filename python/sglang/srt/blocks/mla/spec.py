@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import (
+    PLAIN_LATENT_NORMS,
     AttentionTemperature,
     HeadGate,
+    LatentNorms,
 )
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
 from sglang.srt.plan.cache_spec import (
+    FULL,
     CacheSpec,
     CacheTensor,
+    Full,
+    Window,
     dcp_sharded,
     latent_cache,
     packed_latent_cache,
@@ -80,6 +85,8 @@ class MLA(MixerDefaults):
             one
         input_size: as in GQA
         gate: of each head of the output
+        window: tokens that a token attends to, itself among them; 0: all before it. Latents of windows, which are few,
+            have 16 bits whatever the cache's dtype, and every rank has all of them
     """
 
     num_heads: int
@@ -94,6 +101,13 @@ class MLA(MixerDefaults):
     input_size: int = 0
     attn_temperature: AttentionTemperature | None = None
     gate: HeadGate | None = None
+    window: int = 0
+    norms: LatentNorms = PLAIN_LATENT_NORMS
+
+    @property
+    def lifetime(self) -> Full | Window:
+        """Lifetime of the latents."""
+        return Window(self.window) if self.window else FULL
 
     @property
     def sparse(self) -> bool:
@@ -118,7 +132,7 @@ class MLA(MixerDefaults):
 
     @property
     def cache_scale_bytes(self) -> int:
-        return 0 if self.sparse else 4
+        return 0 if self.sparse or self.window else 4
 
     def selected_slots(self, tp_size: int) -> int:
         return self.top_k
@@ -151,9 +165,19 @@ class MLA(MixerDefaults):
 
         Example: DeepSeek-V3 with one request and a long prefix: from 171 new tokens on.
         """
-        pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in zip(prefix_lens, new_lens, strict=True))
+        lens = [*zip(self.expanded_lens(prefix_lens), new_lens, strict=True)]
+        pairs = sum(self._pairs(prefix, new) for prefix, new in lens)
         saved = self.latent_dim + self.kv_lora_rank - self.qk_dim - self.v_dim
-        return pairs * saved > sum(prefix_lens) * self.kv_lora_rank * (self.nope_dim + self.v_dim)
+        return pairs * saved > sum(prefix for prefix, _ in lens) * self.kv_lora_rank * (self.nope_dim + self.v_dim)
+
+    def expanded_lens(self, prefix_lens: Sequence[int]) -> list[int]:
+        """Returns how many tokens at the end of each prefix new tokens see."""
+        return [min(prefix, self.window - 1) if self.window else prefix for prefix in prefix_lens]
+
+    def _pairs(self, prefix: int, new: int) -> int:
+        """Returns the pairs of `new` tokens and the tokens that they see, with `prefix` cached ones before them."""
+        growing = max(0, min(new, self.window - prefix)) if self.window else new
+        return growing * prefix + growing * (growing + 1) // 2 + (new - growing) * self.window
 
     def shares(self, tp_size: int) -> HeadShares:
         """Returns how heads are divided over ranks. They share only the latent, which every rank has."""
@@ -161,7 +185,7 @@ class MLA(MixerDefaults):
 
     def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
         """Returns over how many ranks the latents are sharded; without DCP each of these would hold all of them."""
-        return dcp_size if tp_size % dcp_size == 0 else 1
+        return dcp_size if tp_size % dcp_size == 0 and not self.window else 1
 
     def head_dims(self) -> Iterator[HeadDims]:
         """Yields the rows and columns of each matrix that go with a head, from which shares of ranks follow."""
@@ -180,33 +204,41 @@ class MLA(MixerDefaults):
 
     def packed(self, kv_dtype: str) -> bool:
         """Returns whether cache entries are packed bytes of several dtypes, as those of sparse layers in an FP8 cache
-        are, and all in four bits."""
-        return kv_dtype == FP4_KV or (self.sparse and kv_dtype.startswith("fp8"))
+        are, and all in four bits but those of windows."""
+        return (kv_dtype == FP4_KV and not self.window) or (self.sparse and kv_dtype.startswith("fp8"))
 
     def record(self, kv_dtype: str) -> LatentRecord | None:
         """Returns how latents are stored in four bits; None: in another way."""
-        return LatentRecord(self.kv_lora_rank, self.rope_dim, 4) if kv_dtype == FP4_KV else None
+        in_four_bits = kv_dtype == FP4_KV and not self.window
+        return LatentRecord(self.kv_lora_rank, self.rope_dim, 4) if in_four_bits else None
 
     @property
     def latent_dim(self) -> int:
         """Elements of a latent and its rotary key."""
         return self.kv_lora_rank + self.rope_dim
 
+    def stored(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Returns the config with the dtype of this layer's latents."""
+        return parallel.unquantized if self.window else parallel
+
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        parallel = self.stored(parallel)
         latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(parallel.attn_tp_size).padded_heads, 1)
         record = self.record(parallel.kv_dtype)
         stored = parallel if record is None else parallel.unquantized
-        yield stored.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
+        norms = ["mla", "key_norm"] if self.norms.rotary_key else ["mla"]
+        yield stored.need("latent_norm_rope_store", latent, norms, heads, self.rope_dim)
         if self.indexer is not None:
             yield Need("index_norm_rope", q_dtype=parallel.dtype, heads=(self.indexer.num_heads, 1))
             yield from self.indexer.needs(self._with_index_dtype(parallel))
         # Prompts attend to keys and values expanded from latents, which are never quantized.
         dims = (self.qk_dim, self.v_dim)
-        yield replace(parallel, kv_dtype=parallel.dtype).need("latent_prompt_attention", dims)
+        window = ["sliding_window"] if self.window else []
+        yield replace(parallel, kv_dtype=parallel.dtype).need("latent_prompt_attention", dims, window)
         yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
         # A DCP rank attends to its own tokens with the heads of all DCP ranks.
         dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.ranks.dcp_size)
-        traits = ["mla", "token_shares"] if dcp_size > 1 else ["mla"]
+        traits = ["mla", "token_shares"] if dcp_size > 1 else ["mla", *window]
         if dcp_size > 1:
             yield from needs_of_parts(parallel)
         heads = (heads[0] * dcp_size, 1)
@@ -224,13 +256,15 @@ class MLA(MixerDefaults):
             yield from self.gate.needs(parallel)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        parallel = self.stored(parallel)
         record = self.record(parallel.kv_dtype)
         if record is not None:
             latent = entry_cache("latent", self.latent_dim, parallel.kv_dtype, record)
         elif self.packed(parallel.kv_dtype):
             latent = packed_latent_cache("latent")
         else:
-            latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, parallel.kv_dtype)
+            dims = (self.latent_dim, self.kv_lora_rank)
+            latent = latent_cache("latent", *dims, parallel.kv_dtype, lifetime=self.lifetime)
         latent = dcp_sharded(latent, self.effective_dcp_size(parallel.attn_tp_size, parallel.ranks.dcp_size))
         return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._with_index_dtype(parallel)))
 
@@ -239,7 +273,7 @@ class MLA(MixerDefaults):
 
     def attention_site(self, tp_size: int, dcp_size: int) -> AttentionSite:
         sharing = self.effective_dcp_size(tp_size, dcp_size)
-        return AttentionSite(self.attention_shape(tp_size), top_k=self.top_k, dcp_size=sharing)
+        return AttentionSite(self.attention_shape(tp_size), self.window, self.top_k, sharing)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads = self.shares(tp_size).padded_heads
@@ -257,7 +291,7 @@ class MLA(MixerDefaults):
             # W_UK and W_UV (kv_b_proj) are always held in the model's dtype.
             Elements(heads * (self.nope_dim + self.v_dim) * self.kv_lora_rank),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_dim),
-            Elements(self.q_lora_rank + self.kv_lora_rank),
+            *self.norms.weights(self.q_lora_rank + self.kv_lora_rank, self.rope_dim),
         ]
         if self.q_lora_rank:
             parts.append(Matrix("attn.q_b", ("",), q_rows, self.q_lora_rank))

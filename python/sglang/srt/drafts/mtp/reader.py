@@ -45,7 +45,12 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
     at = mtp.tensors.at or _behind_last(config, target)
     form = mtp.form(target.layers[-1].residual)
     names = _names(mtp.tensors, at, family, target, keys.count("num_hidden_layers"))
-    stored = config.stored(names, at)
+    embedding = mtp.tensors.embedding
+    places = (at, f"{embedding}.") if embedding else at
+    stored = config.stored(names, places)
+    own_embedding = bool(embedding) and (stored is None or f"{embedding}.weight" in stored)
+    if own_embedding:
+        names = replace(names, model={**names.model, "embed": embedding})
     if stored is not None and not stored:
         raise UserError(
             f"{config.model_path} has no tensors at {at}: it has no layers for multi-token prediction, which some"
@@ -67,7 +72,8 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
         vocab_size=target.vocab_size,
         aux_layers=(len(target.layers) - 1,) * form.reads_streams,
         shares_selection=_shares_selection(keys, model),
-        at=at,
+        own_embedding=own_embedding,
+        at=places,
     )
 
 

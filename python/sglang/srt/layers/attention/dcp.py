@@ -155,7 +155,7 @@ class DcpExtend:
 
     def _gathered(self, rows: ExtendRows, run: slice, lens: list[int]) -> GatheredRange:
         table = rows.token_slots[0].req_to_token
-        tokens = Tokens.first(lens, table.device)
+        tokens = Tokens.of(lens, table.device)
         slots = table[rows.req_pool_indices[run][tokens.rows], tokens.positions]
         gathered = GatheredTokens.of(slots, tokens.positions, len(lens), self.merge.context)
         own_table = torch.zeros((len(lens), max(lens)), dtype=torch.int32, device=table.device)

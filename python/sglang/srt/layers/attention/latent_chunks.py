@@ -34,17 +34,18 @@ def cut_prefixes(
     prefix_lens: Sequence[int],
     chunk_tokens: int,
     context: Group = ALONE,
+    begins: Sequence[int] = (),
 ) -> tuple[LatentChunk, ...]:
-    """Cuts the cached prefixes, the first prefix_lens[i] tokens of each request (rows req_pool_indices [B] of
-    req_to_token), into chunks of at most `chunk_tokens`. The lengths come from the host, so nothing waits for the
-    device. `context`: the DCP ranks that shard the tokens.
+    """Cuts the cached prefixes, prefix_lens[i] tokens of each request (rows req_pool_indices [B] of req_to_token) from
+    position begins[i] on, else from 0, into chunks of at most `chunk_tokens`. The lengths come from the host, so
+    nothing waits for the device. `context`: the DCP ranks that shard the tokens.
 
     Example: prefixes of 5 and 3 tokens in chunks of 4 -> key_start [0, 4, 4], then [0, 1, 4].
     """
     total = sum(prefix_lens)
     if total == 0:
         return ()
-    tokens = Tokens.first(prefix_lens, req_to_token.device)
+    tokens = Tokens.of(prefix_lens, req_to_token.device, begins)
     slots = req_to_token[req_pool_indices[tokens.rows], tokens.positions].long()
     bounds = (0, *itertools.accumulate(prefix_lens))
 

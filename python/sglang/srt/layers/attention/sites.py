@@ -22,6 +22,8 @@ from sglang.srt.layers.attention.metadata import (
     WithImages,
 )
 from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
+from sglang.srt.plan.cache_spec import FULL, Full, Window
+from sglang.srt.plan.caches import row_tables
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
 
 if TYPE_CHECKING:
@@ -55,13 +57,14 @@ class AttentionSites:
         sparse: Mapping[AttentionSite, SparseSite] | None = None,
         long_prompts: Mapping[AttentionSite, ExtendBuilder] | None = None,
         long_latents: Mapping[AttentionSite, LongLatentsBuilder] | None = None,
+        tables: Sequence[Full | Window] = (FULL,),
     ) -> None:
         """latent: descriptions of the latent (MLA) sites; chunk_tokens: of a cached prefix expanded at once; sparse:
         sites whose layers attend to an indexer's selection; long_prompts, long_latents: separate builders for long
-        prompts, of latent sites in the latter."""
+        prompts, of latent sites in the latter; tables: the lifetimes of the row tables."""
         self.decode, self.extend, self.sparse = decode, extend, sparse or {}
         self.long_prompts, self.long_latents = dict(long_prompts or {}), dict(long_latents or {})
-        self._latent, self._chunk_tokens = latent or {}, chunk_tokens
+        self._latent, self._chunk_tokens, self._tables = latent or {}, chunk_tokens, tables
         self._decode_builders = tuple(dict.fromkeys(decode.values()))
         self._extend_builders = tuple(dict.fromkeys(extend.values()))
         self.decode_plans_on_host = any(builder.plans_on_host for builder in self._decode_builders)
@@ -158,12 +161,16 @@ class AttentionSites:
 
     def _cut(self, spec: MLA, site: AttentionSite, rows: ExtendRows) -> tuple[LatentChunk, ...] | None:
         """Returns the chunks of cached prefixes to expand; None if expanding does not pay, or in a graph, which must
-        serve prefixes of every length."""
+        serve prefixes of every length. What windows see of prefixes is one chunk, or not expanded."""
         if rows.seq_lens_cpu is None or not spec.expanding_pays(rows.prefix_lens_cpu, rows.new_lens_cpu):
             return None
-        table = rows.token_slots[0].req_to_token
+        lens = spec.expanded_lens(rows.prefix_lens_cpu)
+        if site.window and sum(lens) > self._chunk_tokens:
+            return None
+        table = rows.token_slots[self._tables.index(site.lifetime)].req_to_token
         context = parallel_state.groups().context if site.dcp_size > 1 else ALONE
-        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens, context)
+        begins = [prefix - length for prefix, length in zip(rows.prefix_lens_cpu, lens, strict=True)]
+        return cut_prefixes(table, rows.req_pool_indices, lens, self._chunk_tokens, context, begins)
 
     def refresh(self, rows: DecodeRows | None) -> None:
         """Updates, before every replay of a graph, what its decoding rows need from the host."""
@@ -200,6 +207,7 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
         sparse_sites(layers, plan),
         _long_prompts(plan, device, backends),
         _long_latents(plan, device, layers),
+        row_tables(plan.caches),
     )
 
 
@@ -231,7 +239,7 @@ def _long_latents(
     if choice is None:
         return {}
     dims = (choice.need.head_dim, choice.need.v_head_dim)
-    mixers = [mixer for layer in layers if (mixer := layer.mixer.latents)]
+    mixers = [mixer for layer in layers if (mixer := layer.mixer.latents) and not mixer.window]
     first = next((mixer for mixer in mixers if (mixer.qk_dim, mixer.v_dim) == dims), None)
     if first is None:  # a stage of a hybrid may have no such layer
         return {}

@@ -82,16 +82,18 @@ class Tokens:
     positions: torch.Tensor
 
     @staticmethod
-    def first(lens: Sequence[int], device: torch.device) -> Tokens:
-        """Returns the first lens[i] tokens of each request. Lengths come from the host, so nothing waits for the
-        device."""
-        bounds = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
+    def of(lens: Sequence[int], device: torch.device, begins: Sequence[int] = ()) -> Tokens:
+        """Returns lens[i] tokens of each request, from position begins[i] on, else from 0. Lengths come from the host,
+        so nothing waits for the device."""
+        numbers = torch.tensor([[0, *lens], [*(begins or [0] * len(lens)), 0]], dtype=torch.int64)
+        numbers[0] = numbers[0].cumsum(0)
+        numbers[1] -= numbers[0]
         if device.type == "cuda":
-            bounds = bounds.pin_memory()
-        bounds = bounds.to(device, non_blocking=True)
+            numbers = numbers.pin_memory()
+        bounds, shifts = numbers.to(device, non_blocking=True)
         total, each = sum(lens), bounds.diff()
         rows = torch.repeat_interleave(torch.arange(len(lens), device=device), each, output_size=total)
-        return Tokens(bounds, rows, torch.arange(total, device=device) - bounds[rows])
+        return Tokens(bounds, rows, torch.arange(total, device=device) + shifts[rows])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from sglang.srt.plan.families.deepseek import (
 )
 from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4
 from sglang.srt.plan.families.deepseek_v41 import DEEPSEEK_V41
+from sglang.srt.plan.families.dots3 import DOTS3
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from sglang.srt.plan.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -87,7 +88,7 @@ FAMILIES: tuple[Family, ...] = (
         INKLING,
     ),
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25, DOTS3),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
     *(NEMOTRON_H, NEMOTRON_H_PUZZLE, KIMI_LINEAR, LING3, GLM5_NEXT),
     *(DEEPSEEK_V4, DEEPSEEK_V41, QWEN4_EXP, QWEN4_EXP_TEXT),

@@ -132,7 +132,10 @@ def mixers_by_kind(c: Config, kinds: Sequence[str], makers: Mapping[str, Callabl
 
 LayerValues = tuple[tuple[str, Any], ...]
 """Keys and values of one layer that differ from those of the config."""
-_BY_LAYER = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
+_BY_LAYER = frozenset(
+    {"head_dim", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"}
+    | {"qk_rope_head_dim", "v_head_dim"}
+)
 
 
 def layer_values(c: Config) -> list[LayerValues]:

@@ -87,3 +87,8 @@ class Family:
     read: Callable[[Config], Model]
     names: WeightMap = USUAL_NAMES
     mtp: MTPPass | MTPLayerPerToken | None = None
+
+    @property
+    def unstated_drafts(self) -> int:
+        """Number of draft layers behind the last layer that checkpoints have although no key states it."""
+        return int(isinstance(self.mtp, MTPPass) and not self.mtp.counts)

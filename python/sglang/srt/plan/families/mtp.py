@@ -29,6 +29,7 @@ class MTPTensors:
     names: names of "fc", "embedding_norm", "hidden_norm" and "norm", or of what else the form has; {last} is the number
         of the last draft layer. They are below `at`, or with `MTPLayerPerToken` below each layer
     layer_names: names in these layers that differ from the model's
+    embedding: name of the layers' own embedding, which a checkpoint may lack: they then use the model's
     unread: beginnings of names of tensors that repeat the target's, or that are not used
     """
 
@@ -36,6 +37,7 @@ class MTPTensors:
     layer: str = ""
     names: Mapping[str, str]
     layer_names: Mapping[str, str] = field(default_factory=dict)
+    embedding: str = ""
     unread: tuple[str, ...] = ()
 
 

@@ -4,7 +4,8 @@ Absorbed attention reads latents directly and costs 2 * rank + rotary multiplica
 keys and values cost nope + rotary + v, and one expansion per key. So long prompts expand: first their own tokens, which
 they see causally, then the latents of their cached prefix, one chunk at a time. Each launch continues from the output
 and log-sum-exp of the one before (`part_o`, `part_lse`), so that the chunks form one softmax, and memory is bounded by
-a chunk.
+a chunk. Where layers have a window, what is cached in it is one chunk, and tiles of keys that no query of a program
+sees are skipped.
 
 Reference: `reference.expanded_latent_attention`.
 """
@@ -12,6 +13,7 @@ Reference: `reference.expanded_latent_attention`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,13 +82,14 @@ def gather_records_kernel(
 )
 def latent_prompt_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, part_o_ptr, part_lse_ptr, start_loc_ptr, key_start_ptr, num_seqs, num_blocks,
-    num_heads, scale, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
+    num_heads, scale, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, D] over k [C, H, D], v [C, H, Dv]: queries start_loc[i] on see keys key_start[i] on, all of them, or if
-    CAUSAL those up to their own. CARRY_IN: part_o [T, H, Dv] and part_lse [T, H] (fp32, base 2) hold the attention over
+    CAUSAL those up to their own; with HAS_WINDOW only in their window, where keys that are not CAUSAL end directly
+    before the first query. CARRY_IN: part_o [T, H, Dv] and part_lse [T, H] (fp32, base 2) hold the attention over
     other keys, which count too. CARRY_OUT: the result goes there, and else into o. Grid: (num_blocks * H,)."""
     pid = tl.program_id(0)
     head = pid % num_heads
@@ -138,19 +141,27 @@ def latent_prompt_kernel(
     else:
         end = num_keys
         start = num_keys // BLOCK_N * BLOCK_N
-    for n in range(0, start, BLOCK_N):
-        pos = n + offs_n
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, pos, 0, num_keys, rows, scale,
-            0.0, 0, q_ptr, rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, False, False,
-            False, False,
-        )  # fmt: skip
+    if HAS_WINDOW:
+        before = 0 if CAUSAL else num_keys
+        q_pos = rows + before
+        begin = tl.maximum(first_row + before + 1 - window, 0)
+        start = begin // BLOCK_N * BLOCK_N
+    else:
+        q_pos = rows
+        begin = 0
+        for n in range(0, start, BLOCK_N):
+            pos = n + offs_n
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, pos, 0, num_keys, rows,
+                scale, 0.0, 0, q_ptr, rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False,
+                False, False, False, False,
+            )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, pos, 0, num_keys, rows, scale,
-            0.0, 0, q_ptr, rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, CAUSAL, False, False, False,
-            False, False,
+            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, pos, begin, num_keys, q_pos,
+            scale, 0.0, window, q_ptr, rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, CAUSAL,
+            HAS_WINDOW, False, False, False, False,
         )  # fmt: skip
 
     out = acc * (1.0 / row_sum)[:, None]
@@ -206,6 +217,7 @@ def attend_dense(
     scale: float,
     causal: bool,
     tile: Mapping[str, int],
+    window: int = 0,
 ) -> None:
     """Launches `latent_prompt_kernel` once. `carry` (in, out): whether it continues from `part` (output, log-sum-exp)
     and whether it leaves one; `part` None: neither."""
@@ -216,10 +228,11 @@ def attend_dense(
     part_o, part_lse = (out, out) if part is None else part
     latent_prompt_kernel[(num_blocks * num_heads,)](
         q, k, v, out, part_o, part_lse, start_loc, key_start, num_seqs, num_blocks, num_heads, scale * LOG2E,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
+        window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0),
+        out.stride(1), HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
-        CARRY_IN=carry[0], CARRY_OUT=carry[1], num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1], num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"],
     )  # fmt: skip
 
 
@@ -236,13 +249,15 @@ def latent_prompt_attention(
     scale: float,
     cache_scale: float = 1.0,
     record: LatentRecord | None = None,
+    window: int = 0,
     tile: Mapping[str, int],
 ) -> None:
     """Fills the rows of out [T, H, v] from start_loc[0] on with the attention of q [T, H, nope + rot] over each
     sequence's new tokens, entries [T, rank + rot] as `latent_norm_rope_store` returns them, and over its cached prefix.
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1] int32 ascending; cache [S, 1, rank + rot], real value =
-    stored value * cache_scale, or of records; chunks: as `cut_prefixes` makes them. Never waits for the device; the
+    stored value * cache_scale, or of records; chunks: as `cut_prefixes` makes them, or with a `window`, which counts
+    the query itself, a single one of what the first query of each sequence sees. Never waits for the device; the
     launches follow from `chunks`, so it is not for CUDA graphs.
     """
     num_tokens, num_heads, v_dim = out.shape
@@ -253,13 +268,11 @@ def latent_prompt_attention(
     if chunks:
         part = (torch.empty(out.shape, dtype=torch.float32, device=q.device),
                 torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device))  # fmt: skip
-    attend_dense(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), scale=scale, causal=True, tile=tile)
+    attend = partial(attend_dense, scale=scale, tile=tile, window=window)
+    attend(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), causal=True)
     for number, chunk in enumerate(chunks, 1):
         k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale, record)
-        attend_dense(
-            q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), scale=scale, causal=False,
-            tile=tile,
-        )  # fmt: skip
+        attend(q, k, v, out, start_loc, chunk.key_start, part, (True, number < len(chunks)), causal=False)
 
 
 def expand_new(

@@ -30,6 +30,7 @@ def latent_norm_rope_store_kernel(
     positions,  # [T]
     cos_sin,  # [max_pos, ROT] fp32
     weight,  # [RANK]
+    key_weight,  # [ROT]
     cache,  # [S, RANK + ROT]
     out_cache_loc,  # [T]
     num_absorbed,
@@ -49,6 +50,7 @@ def latent_norm_rope_store_kernel(
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    KEY_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (token, block): block 0 the latent and its rotary key, the others HEADS query heads each."""
@@ -82,6 +84,10 @@ def latent_norm_rope_store_kernel(
         values = (values * inverse * norm_weight).to(dtype)
         first = tl.load(row + RANK + first_at, mask=in_pair, other=0.0).to(tl.float32)
         second = tl.load(row + RANK + second_at, mask=in_pair, other=0.0).to(tl.float32)
+        if KEY_NORM:
+            inverse = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / ROT + eps)
+            first *= inverse * tl.load(key_weight + first_at, mask=in_pair, other=0.0).to(tl.float32)
+            second *= inverse * tl.load(key_weight + second_at, mask=in_pair, other=0.0).to(tl.float32)
         key_first = (first * cos - second * sin).to(dtype)
         key_second = (second * cos + first * sin).to(dtype)
         tl.store(out + cols, values, mask=inside)
@@ -133,11 +139,13 @@ def latent_norm_rope_store(
     out_cache_loc: torch.Tensor,
     scale: float = 1.0,
     is_neox_style: bool = True,
+    key_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, H, nope + rot], whose last rot dims are rewritten; latent [T, rank + rot] (rows may lie apart); absorbed
     [N <= T, H, rank + rot] contiguous, whose last rot dims become those of q's first N rows, or None; positions and
-    out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; cache [slots, 1, rank + rot] with contiguous slots
-    -> [T, rank + rot]: the normed latent and the rotated key, as they are before the cache's type.
+    out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; key_weight [rot]: of a norm of the rotary key before
+    it turns, or None; cache [slots, 1, rank + rot] with contiguous slots -> [T, rank + rot]: the normed latent and the
+    rotated key, as they are before the cache's type.
 
     A cache of one-byte elements must be typed float8_e4m3fn or float8_e5m2: raw uint8 would not say how to convert.
     """
@@ -156,6 +164,7 @@ def latent_norm_rope_store(
             positions,
             cos_sin,
             weight,
+            weight if key_weight is None else key_weight,
             cache,
             out_cache_loc,
             0 if absorbed is None else absorbed.shape[0],
@@ -172,6 +181,7 @@ def latent_norm_rope_store(
             ROT=rot_dim,
             INTERLEAVED=not is_neox_style,
             FP8_LIMIT=FP8_MAX.get(cache.dtype, 0.0),
+            KEY_NORM=key_weight is not None,
             **launch_constants(rank, rot_dim, heads),
             **pdl.options(),
         )

@@ -379,11 +379,11 @@ def decode_attention_fwd(
     block_d, block_dpe = split_head_dim(head_dim)
     sinks_arg = seq_lens if sinks is None else sinks
     if num_kv_heads == 1 and v_head_dim < head_dim and v_cache.data_ptr() == k_cache.data_ptr():
-        if sliding_window > 0 or logit_cap > 0 or sinks is not None:
-            raise ValueError("attention over latents has neither a sliding window nor a logit cap nor sinks")
+        if chunked or logit_cap > 0 or sinks is not None:
+            raise ValueError("attention over latents has neither chunks nor a logit cap nor sinks")
         launch_latent_decode(
-            q, o, k_cache, req_to_token, req_pool_indices, plan, tiles, prefix_lens, num_seqs, scale=scale,
-            k_scale=k_scale, v_scale=v_scale, tile=tile,
+            q, o, k_cache, req_to_token, req_pool_indices, seq_lens, plan, tiles, prefix_lens,
+            sliding_window=sliding_window, scale=scale, k_scale=k_scale, v_scale=v_scale, tile=tile,
         )  # fmt: skip
     else:
         decode_kernel[(plan.num_pieces * tiles,)](

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows, visible
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, first_seen, load_rows, visible
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodePlan
 from sglang.srt.layers.triton_ops import pdl
 
@@ -50,16 +50,17 @@ def _peak(x):
 
 
 @triton.jit(do_not_specialize=["num_tokens"],
-            do_not_specialize_on_alignment=["req_pool_indices_ptr", "prefix_lens_ptr"])  # fmt: skip
+            do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr", "prefix_lens_ptr"])  # fmt: skip
 def latent_decode_kernel(
-    q_ptr, o_ptr, cache_ptr, req_to_token_ptr, req_pool_indices_ptr, prefix_lens_ptr, work_ptr, part_o_ptr,
-    part_lse_ptr, num_head_tiles, num_heads, num_tokens, scale, v_scale, stride_qb, stride_qh, stride_ob, stride_oh,
-    stride_cs, stride_rt, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr, E5M2: tl.constexpr, HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, o_ptr, cache_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, prefix_lens_ptr, work_ptr,
+    part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, num_tokens, scale, v_scale, window, stride_qb, stride_qh,
+    stride_ob, stride_oh, stride_cs, stride_rt, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_GUESSES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, H, rank + rope], latents [S, rank + rope] (FP8: pairs, as int16) -> o [B, H, rank] for sequences of one
-    piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`, guesses too. Grid:
-    (pieces * head tiles,)."""
+    piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`, windows and guesses too.
+    Grid: (pieces * head tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     piece = pid // num_head_tiles
@@ -72,6 +73,11 @@ def latent_decode_kernel(
     prefix = 0
     if HAS_GUESSES:
         prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
+    if HAS_WINDOW:
+        if HAS_GUESSES:
+            begin = tl.maximum(begin, first_seen(prefix + 1, window, False))
+        else:
+            begin = tl.maximum(begin, first_seen(tl.load(seq_lens_ptr + tl.maximum(seq, 0)), window, False))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -139,7 +145,7 @@ def latent_decode_kernel(
             scores = tl.dot(q_pe0, tl.trans(k_pe0), scores)
         seen = keep[None, :]
         if HAS_GUESSES:
-            seen = visible(seen, pos, row_end, 0, False, False)
+            seen = visible(seen, pos, row_end, window, HAS_WINDOW, False)
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         # Every tile of a piece has a key to keep, so that the maximum is a number, but for an earlier guess.
@@ -183,11 +189,12 @@ def launch_latent_decode(
     latents: torch.Tensor,
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
     plan: DecodePlan,
     tiles: int,
     prefix_lens: torch.Tensor | None,
-    num_seqs: int,
     *,
+    sliding_window: int,
     scale: float,
     k_scale: float,
     v_scale: float,
@@ -203,10 +210,11 @@ def launch_latent_decode(
         raise TypeError(f"latents are {latents.dtype}: neither float8 nor the queries' {q.dtype}; view them first")
     entries = latents.view(torch.int16) if fp8 else latents
     latent_decode_kernel[(plan.num_pieces * tiles,)](
-        q, o, entries, req_to_token, req_pool_indices, req_to_token if prefix_lens is None else prefix_lens,
-        plan.work, plan.part_o, plan.part_lse, tiles, num_heads, num_rows // num_seqs,
-        scale * k_scale * LOG2E, float(v_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1), entries.stride(0),
-        req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
-        FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, HAS_GUESSES=prefix_lens is not None,
-        num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
+        q, o, entries, req_to_token, req_pool_indices, seq_lens, seq_lens if prefix_lens is None else prefix_lens,
+        plan.work, plan.part_o, plan.part_lse, tiles, num_heads, num_rows // seq_lens.shape[0],
+        scale * k_scale * LOG2E, float(v_scale), sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1),
+        entries.stride(0), req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"],
+        BLOCK_N=tile["BLOCK_N"], FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, HAS_WINDOW=sliding_window > 0,
+        HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        **pdl.options(),
     )  # fmt: skip

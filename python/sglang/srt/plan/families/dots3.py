@@ -1,0 +1,153 @@
+"""dots3-note: latent attention of two shapes. Layers that see all tokens have an indexer; the others have a window, and
+latents of their own size. Latents are scaled behind their norms, the rotary key is normed, and each head has a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.blocks.moe.spec import Router, Shared
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.rope import by_layer_type
+from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import HeadGate, LatentNorms
+from sglang.srt.plan.families.attention import FULL, WINDOWED, layer_kinds, mixers_by_kind
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, flagged_layers, mlp
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.latent import SPARSE_NAMES, latent_attention
+from sglang.srt.plan.families.mtp import EH_PROJ, windowed_layers
+from sglang.srt.plan.weight_names import (
+    ATTENTION_NAMES,
+    EXPERT_NAMES,
+    LATENT_NAMES,
+    MLP_NAMES,
+    MODEL_NAMES,
+    SHARED_NAMES,
+    WeightMap,
+)
+
+_USUAL: Mapping[str, object] = {
+    "first_k_dense_replace": 1,
+    "moe_shared_expert_intermediate_size": 1536,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 8e7,
+    "swa_rope_theta": 5e4,
+}
+_ONLY: Mapping[str, object] = {
+    "apply_mla_qkv_lora_rescale": True,
+    "attention_bias": False,
+    "attention_gate_type": "headwise",
+    "k_rope_only_layernorm": True,
+    "qk_layernorm": True,
+    "swa_attention_gate_type": "headwise",
+    "topk_method": "noaux_tc",
+    "use_dsa": True,
+    "use_sliding_window": True,
+}
+_WINDOW_SIZES: Mapping[str, int] = {
+    "num_attention_heads": 64,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 1024,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Sizes of layers with a window, under "swa_" and the name, and their values where the config leaves them out."""
+
+
+def dots3(c: Config) -> Model:
+    c = c.renamed({"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"}).usual(_USUAL)
+    for key, value in _ONLY.items():
+        c.only(key, value)
+    c.only("scoring_func", "sigmoid", "noaux_tc")  # of which the second one is the method of choice
+    if not isinstance(c.values.get("moe_layer_freq"), list):
+        c.only("moe_layer_freq", 1)
+    # Logits are exact either way; the others follow from the sizes of layers with a window.
+    c.ignore("moe_gating_fp32", "swa_head_dim", "swa_num_key_value_heads")
+    router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
+    shared = Shared(c.positive("n_shared_experts") * c.positive("moe_shared_expert_intermediate_size"))
+    routed = c.with_values({"scoring_func": "sigmoid"})
+    blocks = ffn_by_layer(flagged_layers(c), lambda: mlp(c), lambda: experts(routed, router, shared=shared))
+    return Model(c, layers_of(mixers_by_kind(c, _kinds(c), _MAKERS), blocks))
+
+
+def _kinds(c: Config) -> list[str]:
+    """Returns the kind of each layer, by `layer_types` or else as in the published model."""
+    if c.values.get("layer_types") is None:
+        return [FULL if i < 2 or i % 4 == 1 else WINDOWED for i in range(c.num_layers)]
+    return [FULL if kind in SPARSE_NAMES else kind for kind in layer_kinds(c)]
+
+
+def _full(c: Config) -> MLA:
+    if not c.count("index_topk"):
+        raise UserError(f"{c.source}: layers without a window need 'index_topk'.")
+    return _attention(c, _theta(c, SPARSE_NAMES | {FULL}, "rope_theta"))
+
+
+def _windowed(c: Config) -> MLA:
+    window = c.count("sliding_window_size", "sliding_window")
+    if not window:
+        raise UserError(f"{c.source}: layers with a window need 'sliding_window_size'.")
+    sizes: dict[str, Any] = {"index_topk": None, **_theta(c, {WINDOWED}, "swa_rope_theta")}
+    if c.values.get("per_layer_config") is None:  # otherwise each layer's own are in place
+        sizes |= {key: c.count(f"swa_{key}") or usual for key, usual in _WINDOW_SIZES.items()}
+    return replace(_attention(c, sizes), window=window)
+
+
+def _attention(c: Config, values: Mapping[str, Any]) -> MLA:
+    c = c.with_values({"layer_types": None, **values})
+    norms = LatentNorms(c.default("rms_norm_eps", float, 1e-5), scaled=True, rotary_key=True)
+    return replace(latent_attention(c, indexer_is_neox_style=False), gate=HeadGate(), norms=norms)
+
+
+def _theta(c: Config, kinds: frozenset[str] | set[str], key: str) -> dict[str, Any]:
+    """Returns the rotary keys of layers of one of `kinds`: as `rope_parameters` state them by layer type, or else the
+    base under `key`. All of the rotary key rotates, whatever its share of a head."""
+    if not by_layer_type(c.values):
+        return {"rope_theta": c.default(key, float, 0.0), "rope_parameters": None}
+    written = c.require("rope_parameters", dict)
+    stated = next((written[kind] for kind in written if kind in kinds), None)
+    if stated is None:
+        raise UserError(f"{c.source}: 'rope_parameters' has nothing for {', '.join(sorted(kinds))}.")
+    return {"rope_parameters": {name: value for name, value in stated.items() if name != "partial_rotary_factor"}}
+
+
+_MAKERS = {FULL: _full, WINDOWED: _windowed}
+
+
+def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
+    """A layer with a window and without experts, whatever the number of draft tokens that configs state."""
+    return windowed_layers(keys, 0, 1) | {"per_layer_config": None}
+
+
+DOTS3 = Family(
+    title="dots3-note",
+    model_types=("dots3_note",),
+    architectures=("Dots3NoteForCausalLM",),
+    read=dots3,
+    names=WeightMap(
+        MODEL_NAMES,
+        {
+            **ATTENTION_NAMES,
+            **LATENT_NAMES,
+            "attn.head_gate": "self_attn.g_proj",
+            "attn.k_rope_norm": "self_attn.k_rope_only_layernorm",
+            **MLP_NAMES,
+            **EXPERT_NAMES,
+            **SHARED_NAMES,
+        },
+        unread=("model.mtp.", "vision_encoder.", "audio_encoder.", "audio_adapter."),
+    ),
+    mtp=replace(
+        EH_PROJ,
+        tensors=replace(EH_PROJ.tensors, embedding="model.mtp.embed_tokens"),
+        keys=_draft_keys,
+        counts=(),
+        refused={"mtp_head_sharing": "none", "mtp_use_moe": True},
+    ),
+)
