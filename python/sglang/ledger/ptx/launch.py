@@ -52,8 +52,15 @@ def launch(
     """Runs all blocks of a grid. `arguments` has a value for each of the kernel's parameters, in order: tensors on the
     CPU, numbers, None or 0 for a null pointer; those that are missing at the end are null. Raises Hazard,
     Unsupported."""
-    code = compiled(ptx)
-    memory = GlobalMemory()
+    return run(compiled(ptx), GlobalMemory(), grid, arguments, shared_bytes, threads)
+
+
+def run(
+    code: Program, memory: GlobalMemory, grid: tuple[int, int, int], arguments: Mapping[str, Any],
+    shared_bytes: int = 0, threads: int = 0,
+) -> Executed:  # fmt: skip
+    """Runs a program as `launch` does; the tensors become allocations of `memory`."""
+    memory.blocks_agree = code.blocks_agree
     slots = _with_parameters(code, memory, arguments)
     threads = code.module.threads or threads
     blocks = [(x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(grid)))]
@@ -63,8 +70,9 @@ def launch(
     for first in range(0, len(blocks), at_once):
         some = blocks[first : first + at_once]
         machine = Machine(
-            slots, threads, some, memory, code.slots.shared_bytes + shared_bytes, code.slots.local_bytes, code.word
-        )
+            slots, threads, some, memory, code.slots.shared_bytes + shared_bytes, code.slots.local_bytes, code.word,
+            first,
+        )  # fmt: skip
         _set_special(machine, code, some, grid)
         execute(code, machine, counts)
         choices += machine.choices

@@ -28,7 +28,9 @@ _GROUP = re.compile(r"\{([^{}]*)\}")
 
 
 def _without_mask(line: str) -> str:
-    """An access is not masked."""
+    """An access is not masked: neither by a guard, nor by a copy's number of bytes."""
+    if match := re.match(r"(.*cp\.async.*),\s*%r\d+;(.*)", line):
+        return f"{match[1]};{match[2]}"
     match = re.match(r"\s*@!?%p\d+\s+((ld|st)\.global.*)", line)
     return f"\t{match[1]}" if match else line
 

@@ -19,6 +19,8 @@ from sglang.ledger.ptx.driver import Launch, executing
 NOTES = "SGLANG_EXECUTE_NOTES"
 """Names the file to which a process adds its lines when it ends."""
 RECORD = Path(__file__).parents[1] / "executed.json"
+FAULTS = RECORD.with_name("executed_faults.json")
+"""How many faults executions noticed, by kind of kernel and of fault."""
 _forever: list[object] = []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang.ledger.ptx.machine import Machine
+from sglang.ledger.ptx.machine import Machine, unwritten
 from sglang.ledger.ptx.memory import BlockMemory
 from sglang.ledger.ptx.numbers import bf16_values
 from sglang.ledger.ptx.operands import PARAMETER_STEP, Slots
@@ -147,7 +147,7 @@ def _load(
             else:
                 old = m.registers[slot]
                 new = wide(x)
-                out = np.zeros(m.lanes, new.dtype) if old is None else np.array(m.full(old))
+                out = unwritten(m.lanes, new.dtype) if old is None else np.array(m.full(old))
                 out[lanes] = new
                 m.registers[slot] = out
 
@@ -171,7 +171,8 @@ def _store(
                 return
             values = [value[lanes] for value in values]
         if space == "global":
-            m.memory.store(addresses.astype(np.uint64, copy=False), values, size, hint)
+            blocks = m.block_of_lane if lanes is None else m.block_of_lane[lanes]
+            m.memory.store(addresses.astype(np.uint64, copy=False), values, size, hint, m.first_block + blocks)
         elif space == "shared":
             shared_write(m, lanes, addresses, values, size)
         elif space == "local":
@@ -182,15 +183,19 @@ def _store(
     return run
 
 
-def shared_read(m: Machine, lanes: Array | None, addresses: Array, size: int, count: int) -> list[Array]:
-    """Returns neighbouring elements of shared memory for each lane."""
+def shared_read(
+    m: Machine, lanes: Array | None, addresses: Array, size: int, count: int, by_warp: bool = False
+) -> list[Array]:
+    """Returns neighbouring elements of shared memory for each lane, or for its warp."""
     offsets = m.shared.offsets(addresses, lanes, size * count)
-    m.watch.read(offsets, size * count, m.all_lanes if lanes is None else lanes)
+    m.watch.read(offsets, size * count, m.all_lanes if lanes is None else lanes, by_warp)
     view, first = m.shared.views[size], offsets // size
     return [view[first + i] for i in range(count)]
 
 
-def shared_write(m: Machine, lanes: Array | None, addresses: Array, values: list[Array], size: int) -> None:
+def shared_write(
+    m: Machine, lanes: Array | None, addresses: Array, values: list[Array], size: int, by_warp: bool = False
+) -> None:
     """Writes neighbouring elements to shared memory for each lane. Of lanes that write another value to one place the
     outcome is undefined."""
     offsets = m.shared.offsets(addresses, lanes, size * len(values))
@@ -198,7 +203,7 @@ def shared_write(m: Machine, lanes: Array | None, addresses: Array, values: list
     view = m.shared.views[size]
     for i, value in enumerate(values):
         at = offsets // size + i
-        m.watch.write(offsets + i * size, size, who, view[at] != value)
+        m.watch.write(offsets + i * size, size, who, view[at] != value, by_warp=by_warp)
         view[at] = value
         lost = view[at] != value
         if lost.any():
@@ -287,7 +292,7 @@ def _atomic(op: Opcode, space: str, operands: list[Operand], slots: Slots, guard
                 view[at] = combine(before, values[0][i : i + 1])[0]
         if target is not None:
             previous = m.registers[target]
-            out = np.zeros(m.lanes, old.dtype) if previous is None else np.array(m.full(previous))
+            out = unwritten(m.lanes, old.dtype) if previous is None else np.array(m.full(previous))
             out[who] = old
             m.registers[target] = out
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang.ledger.ptx.machine import Machine
+from sglang.ledger.ptx.machine import Machine, unwritten
 from sglang.ledger.ptx.mma import multiply, product, scale_factors
 from sglang.ledger.ptx.operands import Slots
 from sglang.ledger.ptx.parser import Instruction, Number, Vector
@@ -192,7 +192,7 @@ def _load_matrices(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
         addresses = _row_addresses(m, place, lanes, rows)
         warps = len(addresses)
         who = (m.all_lanes if lanes is None else lanes).reshape(-1, 32)[:, :rows].reshape(-1)
-        words = np.stack(shared_read(m, who, addresses.reshape(-1), 8, 2), axis=1)
+        words = np.stack(shared_read(m, who, addresses.reshape(-1), 8, 2, by_warp=True), axis=1)
         elements: Array
         if shape == "m8n8":
             elements = words.view(np.uint16).reshape(warps, number, 8, 8)
@@ -215,7 +215,7 @@ def _scatter(m: Machine, slot: int, value: Array, lanes: Array | None) -> None:
         m.registers[slot] = value
         return
     old = m.registers[slot]
-    out = np.zeros(m.lanes, value.dtype) if old is None else np.array(m.full(old))
+    out = unwritten(m.lanes, value.dtype) if old is None else np.array(m.full(old))
     out[lanes] = value
     m.registers[slot] = out
 
@@ -242,7 +242,7 @@ def _store_matrices(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
             elements = np.ascontiguousarray(elements.transpose(0, 1, 3, 2))
         values = elements.view(np.uint64).reshape(warps * rows, 2)
         who = (m.all_lanes if lanes is None else lanes).reshape(-1, 32)[:, :rows].reshape(-1)
-        shared_write(m, who, addresses.reshape(-1), [values[:, 0], values[:, 1]], 8)
+        shared_write(m, who, addresses.reshape(-1), [values[:, 0], values[:, 1]], 8, by_warp=True)
 
     return run
 

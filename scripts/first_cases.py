@@ -1,0 +1,42 @@
+"""A plugin of pytest for runs that may end early: each test's first case comes before any test's second one.
+
+No test begins after as many seconds as the environment says; those that have begun end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+
+import pytest
+
+SECONDS = "FIRST_CASES_SECONDS"
+
+
+class FirstCases:
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @pytest.hookimpl(trylast=True)  # of the cases that are left
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = by_case(items)
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if time.monotonic() > self._end:
+            item.session.shouldstop = "the time is over"
+
+
+def by_case(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the items with the first one of each function first, then each one's second."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        turns.append(seen[function])
+        seen[function] += 1
+    return [items[i] for i in sorted(range(len(items)), key=turns.__getitem__)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FirstCases(float(os.environ.get(SECONDS, "inf"))))
