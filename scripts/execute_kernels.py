@@ -37,7 +37,7 @@ ENDED_EARLY = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="files of kernel tests; none: all of them")
+    parser.add_argument("files", nargs="*", help="files of kernel tests, or how their paths begin; none: all")
     parser.add_argument("-k", dest="chosen", default="", help="only these tests, as pytest has it; nothing is recorded")
     parser.add_argument("--limit", type=int, default=3600, help="seconds for a file; then no further test begins")
     parser.add_argument("--page", action="store_true", help="only write the page")
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         executed_page.write()
         return 0
     known = kernel_tests()
-    files = [os.path.relpath(Path(name).resolve(), ROOT) for name in args.files] or known
-    if strangers := sorted(set(files) - set(known)):
+    files = [file for file in known if file.startswith(tuple(args.files))] if args.files else known
+    if strangers := [name for name in args.files if not any(file.startswith(name) for file in known)]:
         parser.error(f"no files of kernel tests: {', '.join(strangers)}")
     failed = [file for file in files if not run(file, args.chosen, args.limit)]
     print("\n".join(["failed:", *failed]) if failed else "all passed")

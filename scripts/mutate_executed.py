@@ -34,7 +34,7 @@ import pytest  # noqa: E402
 
 from sglang.ledger.ptx import driver  # noqa: E402
 from sglang.ledger.ptx.effect import DEAD, NO_EFFECT  # noqa: E402
-from sglang.ledger.ptx.launch import launch  # noqa: E402
+from sglang.ledger.ptx.launch import Executed, launch  # noqa: E402
 from sglang.ledger.ptx.mutate import Mutation, mutations  # noqa: E402
 from sglang.ledger.ptx.problems import Unsupported  # noqa: E402
 from sglang.ledger.ptx.record import FAULTS  # noqa: E402
@@ -57,7 +57,7 @@ GROUPS = {  # files of tests, and which of them as pytest's -k has it
 EQUIVALENT = (NO_EFFECT, DEAD)
 SECONDS = 60
 """No test begins after them; one's first case is the first of its function."""
-LAUNCHES = 3
+LAUNCHES = 10
 """Kept of a form: those that execute the most."""
 MOST_WORK = 3_000_000
 """Instructions of threads, of a launch that is kept."""
@@ -67,9 +67,13 @@ MOST_WORK = 3_000_000
 class Kept:
     """A launch before a trial of it."""
 
-    work: int
     ptx: str
     given: tuple[Any, ...]
+    done: Executed
+
+    @property
+    def work(self) -> int:
+        return sum(self.done.instructions.values())
 
     @functools.cached_property
     def trial(self) -> Trial | None:
@@ -79,14 +83,14 @@ class Kept:
             return None
 
 
-def keep(file: str, chosen: str) -> dict[str, list[Trial]]:
+def keep(file: str, chosen: str) -> dict[str, list[Kept]]:
     """Runs the tests and returns some launches of each form, by its text."""
     kept: dict[str, list[Kept]] = {}
 
     def keeping(ptx: str, grid: tuple[int, int, int], arguments: dict[str, Any], shared: int, threads: int) -> Any:
         before = copies(arguments)
         done = launch(ptx, grid, arguments, shared, threads)
-        one = Kept(sum(done.instructions.values()), ptx, (grid, before, shared, threads))
+        one = Kept(ptx, (grid, before, shared, threads), done)
         if one.work <= MOST_WORK:
             kept[ptx] = sorted([*kept.get(ptx, []), one], key=lambda each: -each.work)[:LAUNCHES]
         return done
@@ -97,15 +101,16 @@ def keep(file: str, chosen: str) -> dict[str, list[Trial]]:
     status = pytest.main(words)
     if status not in (0, pytest.ExitCode.INTERRUPTED):
         raise SystemExit("the tests fail without a fault")
-    trials = {ptx: [one.trial for one in several] for ptx, several in kept.items()}
-    return {ptx: [one for one in several if one is not None] for ptx, several in trials.items()}
+    return kept
 
 
-def outcome(trials: Sequence[Trial], fault: Mutation) -> str:
+def outcome(launches: Sequence[Kept], fault: Mutation) -> str:
     """Returns how the fault shows on the first launch where it does; "" if it has an effect and does not."""
     found = NO_EFFECT
-    for trial in (trial for trial in trials if fault.line in trial.done.lines):
-        shown = trial.outcome(fault)
+    for one in launches:
+        if fault.line not in one.done.lines or one.trial is None:
+            continue
+        shown = one.trial.outcome(fault)
         if shown not in ("", *EQUIVALENT):
             return shown
         found = min(found, shown, key=("", DEAD, NO_EFFECT).index)
@@ -116,8 +121,8 @@ def group(name: str, count: int) -> dict[str, dict[str, int]]:
     """Returns kind of fault -> how many were tried, had an effect, were noticed; `count` of those with an effect."""
     kept = keep(*GROUPS[name])
     every: dict[str, list[tuple[str, Mutation]]] = {}
-    for ptx, trials in kept.items():
-        lines = {line for trial in trials for line in trial.done.lines}
+    for ptx, launches in kept.items():
+        lines = {line for one in launches for line in one.done.lines}
         for fault in (fault for fault in mutations(ptx) if fault.line in lines):
             every.setdefault(fault.kind, []).append((ptx, fault))
     rng = random.Random(0)

@@ -108,6 +108,43 @@ def test_a_read_is_not_overwritten() -> None:
     fails("race", body.format(""), "writes byte .* read", 64, threads=64, shared=256)
 
 
+def test_a_read_within_a_warp_is_not_overwritten() -> None:
+    body = SHARED + "st.shared.b32 [%r3], %r0;\nbar.warp.sync -1;\n" + NEIGHBOUR.format(4) + "\n{}st.shared.b32 [%r3], 7;"
+    run(module(body.format("bar.warp.sync -1;\n"), shared=128), torch.zeros(32, dtype=torch.int32))
+    fails("race", body.format(""), "writes byte .* read", shared=128)
+    own = SHARED + "st.shared.b32 [%r3], %r0;\nld.shared.b32 %r5, [%r3];\nst.shared.b32 [%r3], 7;"
+    run(module(own, shared=128), torch.zeros(32, dtype=torch.int32))
+
+
+def test_a_matrix_is_no_single_threads() -> None:
+    """ldmatrix reads a row at the address of a thread that wrote it, but for other threads."""
+    row = POINTER + "mov.b32 %r1, buffer;\nshl.b32 %r2, %r0, 4;\nadd.s32 %r3, %r1, %r2;\n"
+    body = row + (
+        "st.shared.v4.b32 [%r3], {%r0, %r0, %r0, %r0};\n{}"
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r5, %r6, %r7, %r8}, [%r3];"
+    )
+    run(module(body.replace("{}", "bar.warp.sync -1;\n"), shared=512), torch.zeros(1, dtype=torch.int32))
+    fails("race", body.replace("{}", ""), "reads byte", shared=512)
+
+
+def test_blocks_do_not_write_to_one_place() -> None:
+    """Unless they write the same, or have atomic operations to agree on an order."""
+    body = "ld.param.b64 %rd0, [k_param_0];\nmov.u32 %r0, %ctaid.x;\n{}st.global.b32 [%rd0], {};"
+    out = torch.zeros(2, dtype=torch.int32)
+    for before, value in (("", "5"), ("atom.global.gpu.acq_rel.add.u32 %r2, [%rd0+4], 1;\n", "%r0")):
+        run(module(body.replace("{}", before, 1).replace("{}", value)), out, grid=(3, 1, 1))
+    with pytest.raises(Hazard, match="race: two blocks write byte 0 of array 0"):
+        run(module(body.replace("{}", "", 1).replace("{}", "%r0")), out, grid=(3, 1, 1))
+
+
+def test_what_a_thread_has_not_written_is_nan() -> None:
+    """A register that only some threads write."""
+    body = POINTER + "setp.lt.s32 %p0, %r0, 5;\n@%p0 mov.b32 %r4, 7;\nst.global.b32 [%rd2], %r4;"
+    out = torch.zeros(32, dtype=torch.int32)
+    run(module(body), out)
+    assert out.tolist() == [7] * 5 + [-1] * 27
+
+
 def test_two_values_in_one_place() -> None:
     body = SHARED + "st.shared.b32 [%r1], {};"
     run(module(body.format(5), shared=128), torch.zeros(1, dtype=torch.int32))
@@ -128,6 +165,12 @@ def test_copies_are_waited_for() -> None:
     run(module(COPY.format("cp.async.wait_group 0;\n"), shared=128), torch.zeros(32, dtype=torch.int32))
     fails("race", COPY.format("cp.async.wait_group 1;\n"), "before the wait for its cp.async", shared=128)
     fails("race", COPY.format(""), "before the wait for its cp.async", shared=128)
+
+
+def test_what_is_on_its_way_is_not_overwritten() -> None:
+    body = COPY.replace("ld.shared.b32 %r5, [%r3];", "st.shared.b32 [%r3], 5;")
+    run(module(body.format("cp.async.wait_group 0;\n"), shared=128), torch.zeros(32, dtype=torch.int32))
+    fails("race", body.format(""), "is written before the wait for its cp.async", shared=128)
 
 
 def test_a_barrier_that_some_threads_pass_by() -> None:

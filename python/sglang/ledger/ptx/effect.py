@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang.ledger.ptx.machine import Machine, unwritten
 from sglang.ledger.ptx.operands import Slots
-from sglang.ledger.ptx.parser import Instruction, Number, Pair, Register, Vector
+from sglang.ledger.ptx.parser import Address, Instruction, Number, Pair, Register, Vector
 from sglang.ledger.ptx.program import Program, step_of
 from sglang.ledger.ptx.steps_alu import Step
 
@@ -40,6 +40,28 @@ def watch(code: Program, line: int, right: Instruction, spoiling: bool) -> Effec
                 block.steps[i] = _compared(block.steps[i], faulty, right, code.slots, effect, spoiling)
                 return effect
     return None
+
+
+def watch_barrier(code: Program, line: int) -> Effect:
+    """Makes a right program note whether a barrier of it is one of threads that have touched shared memory since the
+    last barrier of their block; one without is for nothing."""
+    effect = Effect()
+
+    def look(m: Machine) -> None:
+        blocks = m.block_of_lane if m.mask is None else m.block_of_lane[m.mask]
+        effect.seen = effect.seen or bool(m.watch.touched[blocks].any())
+
+    for block in code.blocks:
+        for i, instruction in enumerate(block.instructions):
+            if instruction.line == line:
+                block.steps.insert(i, look)
+                block.instructions.insert(i, instruction)
+                return effect
+        if block.last is not None and block.last.line == line:
+            block.steps.append(look)
+            block.instructions.append(block.last)
+            return effect
+    raise AssertionError(f"no barrier in line {line}")
 
 
 def _compared(
@@ -90,14 +112,21 @@ def _waiting(step: Step, right: Instruction, effect: Effect) -> Step:
 
 
 def _storing(step: Step, faulty: Instruction, right: Instruction, slots: Slots, effect: Effect) -> Step:
-    """Compares which threads store; one that stores elsewhere has an effect."""
+    """Compares which threads store what to where. One that stores elsewhere, or that adds, has an effect."""
     guard = None if right.guard is None else slots.source(right.guard, 1)
-    masked = guard is not None and faulty.guard is None
+    masked = guard is not None and faulty.guard is None and right.opcode.startswith("st.")
+    registers = [slots.source(register, 32) for operand in right.operands for register in _registers(operand)]
 
     def run(m: Machine) -> None:
-        chosen = m.active(guard, right.negated)
-        same = chosen is None or (m.mask is not None and np.array_equal(chosen, m.mask))
-        effect.seen = effect.seen or not (masked and same)
+        if not masked:
+            effect.seen = True
+        elif not effect.seen:
+            chosen, every = m.active(guard, right.negated), np.ones(m.lanes, dtype=bool) if m.mask is None else m.mask
+            values = [m.registers[slot] for slot in registers]
+            stored = np.stack([m.full(value).astype(np.uint64) for value in values if value is not None], axis=1)
+            wanted = every if chosen is None else chosen
+            known = {tuple(row) for row in stored[wanted].tolist()}
+            effect.seen = any(tuple(row) not in known for row in stored[every & ~wanted].tolist())
         step(m)
 
     return run
@@ -127,4 +156,6 @@ def _registers(operand: object) -> list[Register]:
         return [operand]
     if isinstance(operand, Vector):
         return [register for item in operand.items for register in _registers(item)]
+    if isinstance(operand, Address):
+        return _registers(operand.base)
     return [*_registers(operand.first), *_registers(operand.second)] if isinstance(operand, Pair) else []

@@ -39,6 +39,8 @@ class SharedWatch:
         self._epoch = np.zeros(lanes // threads, dtype=np.int32)
         self._warp_epoch = np.zeros(lanes // 32, dtype=np.int32)
         self._any_coming = False
+        self.touched = np.zeros(lanes // threads, dtype=bool)
+        """By block: whether a thread has touched shared memory since the last barrier."""
         self._watched: Array | None = None
         blocks, most = lanes // threads, max(MOST_WATCHED // threads, 8)
         if blocks > most:
@@ -49,6 +51,7 @@ class SharedWatch:
     def barrier(self, block: int) -> None:
         """Notes that all threads of a block have met."""
         self._epoch[block] += 1
+        self.touched[block] = False
 
     def warp_barrier(self, lanes: Array) -> None:
         """Notes that these threads have met those of their warp."""
@@ -134,6 +137,7 @@ class SharedWatch:
                 raise Hazard("uninitialized", f"byte {self._byte(word[self._writer[word] < 0])} of shared memory")
 
     def _words(self, offsets: Array, size: int, lanes: Array) -> list[tuple[Array, Array]]:
+        self.touched[lanes // self._threads] = True
         if self._watched is not None:
             some = self._watched[lanes]
             offsets, lanes = offsets[some], lanes[some]

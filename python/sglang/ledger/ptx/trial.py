@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang.ledger.ptx.effect import DEAD, NO_EFFECT, Effect, watch
+from sglang.ledger.ptx.effect import DEAD, NO_EFFECT, Effect, watch, watch_barrier
 from sglang.ledger.ptx.launch import Executed, run
 from sglang.ledger.ptx.memory import GlobalMemory
 from sglang.ledger.ptx.mutate import Mutation
@@ -36,7 +36,7 @@ class Trial:
         self._ptx, self._grid, self._shared, self._threads = ptx, grid, shared, threads
         self._before = copies(arguments)
         memory = GlobalMemory(noted=True)
-        self.done = self._run(program(parse(ptx)), memory, copies(arguments))
+        self._run(program(parse(ptx)), memory, copies(arguments))
         if memory.has_tables:
             raise Unsupported("a launch with a table of addresses")
         self._written = []
@@ -47,16 +47,13 @@ class Trial:
         self._after = copies(self._before)
         self._run(program(parse(ptx)), GlobalMemory(), self._after)
 
-    @property
-    def work(self) -> int:
-        """Returns how many instructions of threads the right text has."""
-        return sum(self.done.instructions.values())
-
     def outcome(self, fault: Mutation) -> str:
         """Returns how a fault shows: a kind of hazard, "result", NO_EFFECT or DEAD; "" if it does not."""
         shown, effect = self._faulty(fault, spoiling=False)
-        if shown or effect is None:
+        if shown:
             return shown
+        if effect is None:
+            effect = self._barrier(fault.line)
         if not effect.seen:
             return NO_EFFECT
         if not effect.can_spoil:
@@ -76,6 +73,12 @@ class Trial:
             return type(error).__name__, None
         every = zip(_storages(given), _storages(self._after), self._written, strict=True)
         return "result" if any(differs(*one) for one in every) else "", effect
+
+    def _barrier(self, line: int) -> Effect:
+        code = program(parse(self._ptx))
+        effect = watch_barrier(code, line)
+        self._run(code, GlobalMemory(), copies(self._before))
+        return effect
 
     def _instruction(self, line: int) -> Instruction:
         return next(each for each in parse(self._ptx).instructions if each.line == line)
