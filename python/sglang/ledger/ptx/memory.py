@@ -95,6 +95,14 @@ class GlobalMemory:
             self._by_host[host] = allocation
         return allocation
 
+    def address_of(self, name: str, host: int) -> int:
+        """Returns the executor's address of what is at an address of this process. Raises Hazard if no tensor is."""
+        tensor = _live_tensor(host)
+        if tensor is None:
+            raise Hazard("out of bounds", f"{name} is at {host:#x}, where no tensor is")
+        allocation = self.add(name, tensor.views[1], tensor.host)
+        return allocation.base + host - tensor.host
+
     def load(self, addresses: Array, size: int, count: int, hint: list[int]) -> list[Array]:
         """Returns `count` neighbouring elements of `size` bytes at each address. `hint` keeps which allocation the
         instruction touched last."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang.ledger.ptx.operands import Slots
 from sglang.ledger.ptx.parser import Instruction, Module, Number, Symbol
@@ -105,6 +105,8 @@ def step_of(instruction: Instruction, slots: Slots) -> Step:
         return nothing
     if name == "createpolicy":
         return setting(slots.register(instruction.operands[0]), 0)
+    if instruction.opcode == "cvta.to.global.u64":  # generic addresses of global memory are its own here (9.7.9.20)
+        return computing_step(replace(instruction, opcode="mov.b64"), slots)
     if is_computed(instruction):
         return computing_step(instruction, slots)
     raise Unsupported("this instruction")

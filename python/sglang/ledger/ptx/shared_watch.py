@@ -2,7 +2,7 @@
 
 Two threads race if both touch a word, one of them writes, and no barrier is between. Threads of one warp may also be
 kept apart by `bar.warp.sync`. What a warp reads or writes together (`ldmatrix`, `stmatrix`) is no single thread's: all
-of its threads need a barrier. A write of the value that is there already is no race. What `cp.async` copies is on its
+of its threads need a barrier. Of two writes none races that changes nothing. What `cp.async` copies is on its
 way until the thread that asked for it has waited.
 
 Of many blocks that are executed together some are watched, evenly spread: what a block does may depend on its number.
@@ -115,7 +115,7 @@ class SharedWatch:
             read = (self._read[word] == epoch) & ((self._reader_warp[word] != warp) | within)
             if read.any():
                 reader = self._reader_warp[word] * 32
-                self._complain(read if changed is None else read & changed, word, lane, reader, "writes", "read")
+                self._complain(read, word, lane, reader, "writes", "read")
             self._writer[word], self._written[word], self._by_warp[word] = lane, epoch, by_warp
             self._written_in_warp[word] = self._warp_epoch[warp]
             if coming or self._any_coming:

@@ -10,7 +10,7 @@ from sglang.ledger.ptx.machine import Machine, unwritten
 from sglang.ledger.ptx.memory import BlockMemory
 from sglang.ledger.ptx.numbers import bf16_values
 from sglang.ledger.ptx.operands import PARAMETER_STEP, Slots
-from sglang.ledger.ptx.parser import Address, Instruction, Number, Operand, Register, Symbol
+from sglang.ledger.ptx.parser import Instruction, Number, Operand
 from sglang.ledger.ptx.problems import Hazard, Unsupported
 from sglang.ledger.ptx.steps_alu import Step
 from sglang.ledger.ptx.types import SIGNED, UNSIGNED, Array, Opcode, Type
@@ -32,7 +32,8 @@ def memory_step(instruction: Instruction, slots: Slots) -> Step:
     op.drop(*(h for h in _HINTS if "::" in h))
     op.take(*_ORDERS)
     op.take(*_SCOPES)
-    space = op.need("global", "shared", "shared::cta", "param", "local", "const").removesuffix("::cta")
+    named = op.take("global", "shared", "shared::cta", "param", "local", "const").removesuffix("::cta")
+    space = named or "global"  # a generic address, of which only those of global memory are known here
     op.take(*(h for h in _HINTS if "::" not in h))
     operands = list(instruction.operands)
     if cached:
@@ -53,41 +54,39 @@ def memory_step(instruction: Instruction, slots: Slots) -> Step:
 
 
 def _parameter(op: Opcode, operands: list[Operand], slots: Slots) -> Step:
+    """ld.param: a parameter, or a part of a struct, whose address may be in a register and differ between lanes."""
+    count = _COUNTS.get(op.take(*_COUNTS), 1)
     kind = op.type()
     op.end()
     target, address = operands
-    slot = slots.register(target)
-    widen = _widening(kind, slots.types[slot])
-    if isinstance(address, Address) and isinstance(address.base, Register) and not address.offset:
-        return _chosen_parameter(slots.source(address.base, 32), slot, widen)
-    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
-        raise Unsupported(f"a part of a parameter: {address}")
-    source = slots.parameters[address.base.name]
+    targets = [slots.register(item) for item in slots.items(target)]
+    if len(targets) != count:
+        raise Unsupported(f"ld.param of {len(targets)} registers")
+    base, offset = slots.address(address)
+    size, widen = kind.bits // 8, [_widening(kind, slots.types[slot]) for slot in targets]
 
-    def run(m: Machine) -> None:
-        value = m.registers[source]
+    def part(m: Machine, address: int) -> Array:
+        slot, first = divmod(address, PARAMETER_STEP)
+        value = m.registers[slot]
         assert value is not None
-        m.write(slot, widen(value))
-
-    return run
-
-
-def _chosen_parameter(base: int, slot: int, widen: Callable[[Array], Array]) -> Step:
-    """Returns the step that reads the parameter whose address is in a register."""
+        if slots.types[slot].kind == "struct":
+            return value[first : first + size].view(UNSIGNED[kind.bits])
+        if first or count > 1:
+            raise Unsupported("a part of a parameter")
+        return value
 
     def run(m: Machine) -> None:
         addresses = m.registers[base]
         assert addresses is not None
-        active = (
-            addresses if m.mask is None or addresses.size == 1 else np.where(m.mask, addresses, addresses[m.mask][0])
-        )
-        out: Array | None = None
-        for address in np.unique(active):
-            value = m.registers[int(address) // PARAMETER_STEP]
-            assert value is not None
-            out = value if out is None else np.where(active == address, value, out)
-        assert out is not None
-        m.write(slot, widen(out))
+        if m.mask is not None and addresses.size > 1:
+            addresses = np.where(m.mask, addresses, addresses[m.mask][0])
+        for i, (slot, wide) in enumerate(zip(targets, widen, strict=True)):
+            out: Array | None = None
+            for each in np.unique(addresses):
+                value = part(m, int(each) + offset + i * size)
+                out = value if out is None else np.where(addresses == each, value, out)
+            assert out is not None
+            m.write(slot, wide(out))
 
     return run
 
