@@ -45,6 +45,7 @@ GROUPS = {  # files of tests, and which of them as pytest's -k has it
     "norms": (f"{LAYERS}/test_triton_ops.py", ""),
     "products": (f"{LAYERS}/test_gemv.py", ""),
     "quantized products": (f"{LAYERS}/quantization/test_quant_linear.py", ""),
+    "block-scaled products": (f"{LAYERS}/quantization/test_quant_linear.py", "native"),
     "quantizing": (f"{LAYERS}/quantization/test_quantize_kernels.py", ""),
     "experts": (f"{LAYERS}/moe/test_fused_moe.py", ""),
     "routing": (f"{LAYERS}/moe/test_topk.py", ""),

@@ -23,7 +23,7 @@ class Mutation:
         return "\n".join(lines)
 
 
-_SELECTORS = re.compile(r"\{\s*(\d)\s*,\s*(\d)\s*\}")
+_SCALES = re.compile(r"(%r\d+),\s*(\{[^{}]*\}),\s*(%r\d+),\s*(\{[^{}]*\});")
 _GROUP = re.compile(r"\{([^{}]*)\}")
 
 
@@ -46,14 +46,8 @@ def _waits_less(line: str) -> str:
 
 
 def _other_scale(line: str) -> str:
-    """The scale of a neighbouring column is taken."""
-    if "block_scale" not in line:
-        return line
-    selectors = list(_SELECTORS.finditer(line))
-    if len(selectors) < 2:
-        return line
-    last = selectors[-1]
-    return f"{line[: last.start()]}{{ {last[1]}, {(int(last[2]) + 1) % 4} }}{line[last.end() :]}"
+    """The block scales of A are taken for B."""
+    return _SCALES.sub(lambda m: f"{m[1]}, {m[2]}, {m[1]}, {m[4]};", line) if "block_scale" in line else line
 
 
 def _swapped_fragment(line: str) -> str:
