@@ -186,8 +186,8 @@ def _faults() -> str:
         lines.append(f"| {name} | {' | '.join(cells)} | {noticed} of {counted} | {tried - counted} |")
     said = (
         f"Of {sums['counted']} faults that count {sums['noticed']} were noticed,"
-        f" {100 * sums['noticed'] / sums['counted']:.1f}%. {sums['tried'] - sums['counted']} more cannot show and are left"
-        " out. In the table, of each\nkind of kernel and of fault, how many of how many were noticed:"
+        f" {100 * sums['noticed'] / sums['counted']:.1f}%. {sums['tried'] - sums['counted']} more cannot show and are"
+        " left out. Of each\nkind of kernel and of fault, how many of how many were noticed:"
     )
     return "\n".join([said, "", *lines])
 

@@ -1,4 +1,5 @@
-"""A plugin of pytest for runs that may end early: each test's first case comes before any test's second one.
+"""A plugin of pytest for runs that may end early: each test's first case comes before the others, then each one's last,
+which differs in all parameters.
 
 No test begins after as many seconds as the environment says; those that have begun end.
 """
@@ -28,12 +29,13 @@ class FirstCases:
 
 
 def by_case(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items with the first one of each function first, then each one's second."""
-    seen: Counter[str] = Counter()
+    """Returns the items with the first one of each function first, then each one's last, second, last but one, ..."""
+    functions = [item.nodeid.partition("[")[0] for item in items]
+    cases, seen = Counter(functions), Counter[str]()
     turns = []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        turns.append(seen[function])
+    for function in functions:
+        i, behind = seen[function], cases[function] - 1 - seen[function]
+        turns.append(2 * i if i <= behind else 2 * behind + 1)
         seen[function] += 1
     return [items[i] for i in sorted(range(len(items)), key=turns.__getitem__)]
 

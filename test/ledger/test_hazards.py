@@ -109,7 +109,8 @@ def test_a_read_is_not_overwritten() -> None:
 
 
 def test_a_read_within_a_warp_is_not_overwritten() -> None:
-    body = SHARED + "st.shared.b32 [%r3], %r0;\nbar.warp.sync -1;\n" + NEIGHBOUR.format(4) + "\n{}st.shared.b32 [%r3], 7;"
+    written = SHARED + "st.shared.b32 [%r3], %r0;\nbar.warp.sync -1;\n"
+    body = written + NEIGHBOUR.format(4) + "\n{}st.shared.b32 [%r3], 7;"
     run(module(body.format("bar.warp.sync -1;\n"), shared=128), torch.zeros(32, dtype=torch.int32))
     fails("race", body.format(""), "writes byte .* read", shared=128)
     own = SHARED + "st.shared.b32 [%r3], %r0;\nld.shared.b32 %r5, [%r3];\nst.shared.b32 [%r3], 7;"

@@ -46,9 +46,7 @@ def test_what_is_masked_again_is_dead() -> None:
 
 def test_what_is_spoiled_shows_where_the_fault_does_not() -> None:
     """A maximum with 100 hides other lanes' numbers, but only of signed ones what spoils them."""
-    body = POINTERS + (
-        "shfl.sync.bfly.b32 %r1, %r0, 16, 31, -1;\nmax.s32 %r2, %r1, 100;\nst.global.b32 [%rd4], %r2;"
-    )
+    body = POINTERS + ("shfl.sync.bfly.b32 %r1, %r0, 16, 31, -1;\nmax.s32 %r2, %r1, 100;\nst.global.b32 [%rd4], %r2;")
     assert outcomes(body) == {"shuffle": DEAD}
     assert outcomes(body.replace("max.s32", "max.u32")) == {"shuffle": ""}
 

@@ -1,5 +1,5 @@
-"""The grouped products of e4m3 by e2m1 against dequantized fp32: the CUDA kernel compiled for the CPU, its PTX for SM120
-executed, and on a GPU as installed."""
+"""The grouped products of e4m3 by e2m1 against dequantized fp32: the CUDA kernel compiled for the CPU, its PTX for
+SM120 executed, and on a GPU as installed."""
 
 from __future__ import annotations
 

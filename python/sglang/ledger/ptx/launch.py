@@ -51,8 +51,8 @@ def launch(
     ptx: str, grid: tuple[int, int, int], arguments: Mapping[str, Any], shared_bytes: int = 0, threads: int = 0
 ) -> Executed:
     """Runs all blocks of a grid. `arguments` has a value for each of the kernel's parameters, in order: tensors on the
-    CPU, numbers, structs of ctypes, None or 0 for a null pointer; those that are missing at the end are null. Raises Hazard,
-    Unsupported."""
+    CPU, numbers, structs of ctypes, None or 0 for a null pointer; those that are missing at the end are null. Raises
+    Hazard, Unsupported."""
     return run(compiled(ptx), GlobalMemory(), grid, arguments, shared_bytes, threads)
 
 

@@ -7,7 +7,6 @@ fills the bytes that the right text never reads with ones: a NaN, an index of -1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,9 +94,11 @@ def copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor):
             out[name] = value
             continue
-        storage = value.untyped_storage()
-        kept = storages.setdefault(storage.data_ptr(), storage.clone())
-        out[name] = torch.empty(0, dtype=value.dtype).set_(kept, value.storage_offset(), value.shape, value.stride())
+        key = value.untyped_storage().data_ptr()
+        if key not in storages:
+            storages[key] = _bytes(value).clone().untyped_storage()
+        empty = torch.empty(0, dtype=value.dtype)
+        out[name] = empty.set_(storages[key], value.storage_offset(), value.shape, value.stride())
     return out
 
 
