@@ -40,7 +40,6 @@ An execution also stops at what hardware may let pass:
 - a read of shared or local memory, or of a register, that nobody wrote;
 - two threads at one address of shared memory without a barrier between, also of one warp, or before the wait for a
   `cp.async`, be it to read or to write; what `ldmatrix` reads it reads for all threads of its warp;
-- two blocks that write different values to one place of global memory, if their kernel has no atomic operation;
 - a barrier that some threads of a block do not reach, and an instruction of a warp that only some of its threads reach.
 
 What a thread has not written in a register, though others have, is NaN.
@@ -67,7 +66,8 @@ looked at; launches of these kernels had some:CHOICES
 puts one fault after the other into executed lines of PTX, as a kernel or a compiler might have it. Each is tried on up
 to ten launches of the tests, those with the most work. It is noticed if an execution stops, or if a result changes by
 more than tests allow, or at all where the right code writes nothing. Bytes of the arguments that the right code never
-reads are NaN for this.
+reads are NaN for this, and two blocks that write different values to one place stop the execution too, if those of the
+right code do not and have no atomic operations.
 
 FAULTS
 
@@ -87,8 +87,8 @@ A fault counts unless an execution proves that it cannot show on these launches.
 - What the ISA leaves open is chosen here: sums of `mma.sync` are exact and rounded once, approximate functions are
   exact. A card may differ within the ISA's bounds.
 - `ptxas`, which makes machine code of the PTX, is not executed, nor is the memory model: threads run in one order.
-- Of global memory only two writes of different blocks count as a race, not a read and a write. In shared memory, of
-  many blocks that are executed together those of about 2,048 threads are watched, evenly spread.
+- Races are looked for in shared memory, not in global memory: there blocks of padding write to one slot. Of many blocks
+  that are executed together those of about 2,048 threads are watched, evenly spread.
 - Global memory counts as written, also where a launcher allocated it without values.
 - Tests have small shapes. A row of the ledger counts as executed if a launch that it covers was.
 - Of the kernels in CUDA C++ (`sgl-kernel`) the products of experts are executed, as nvcc 13.0 compiles them for

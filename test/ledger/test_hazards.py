@@ -6,7 +6,11 @@ import pytest
 import torch
 from ledger.ptx_text import module, run
 
+from sglang.ledger.ptx.launch import run as execute
+from sglang.ledger.ptx.memory import GlobalMemory
+from sglang.ledger.ptx.parser import parse
 from sglang.ledger.ptx.problems import Hazard, Unsupported
+from sglang.ledger.ptx.program import program
 
 POINTER = (
     "ld.param.b64 %rd0, [k_param_0];\nmov.u32 %r0, %tid.x;\nmul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
@@ -128,14 +132,15 @@ def test_a_matrix_is_no_single_threads() -> None:
     fails("race", body.replace("{}", ""), "reads byte", shared=512)
 
 
-def test_blocks_do_not_write_to_one_place() -> None:
-    """Unless they write the same, or have atomic operations to agree on an order."""
+def test_blocks_that_are_alone() -> None:
+    """Where they are, two may write the same to one place, or have atomic operations to agree on an order."""
     body = "ld.param.b64 %rd0, [k_param_0];\nmov.u32 %r0, %ctaid.x;\n{}st.global.b32 [%rd0], {};"
-    out = torch.zeros(2, dtype=torch.int32)
-    for before, value in (("", "5"), ("atom.global.gpu.acq_rel.add.u32 %r2, [%rd0+4], 1;\n", "%r0")):
-        run(module(body.replace("{}", before, 1).replace("{}", value)), out, grid=(3, 1, 1))
-    with pytest.raises(Hazard, match="race: two blocks write byte 0 of array 0"):
-        run(module(body.replace("{}", "", 1).replace("{}", "%r0")), out, grid=(3, 1, 1))
+    atomic = "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0+4], 1;\n"
+    out = {"out": torch.zeros(2, dtype=torch.int32)}
+    for alone, before, value in ((True, "", "5"), (True, atomic, "%r0"), (False, "", "%r0")):
+        execute(program(parse(module(body.format(before, value)))), GlobalMemory(alone=alone), (3, 1, 1), out)
+    with pytest.raises(Hazard, match="race: two blocks write byte 0 of out"):
+        execute(program(parse(module(body.format("", "%r0")))), GlobalMemory(alone=True), (3, 1, 1), out)
 
 
 def test_what_a_thread_has_not_written_is_nan() -> None:

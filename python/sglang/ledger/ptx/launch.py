@@ -61,7 +61,7 @@ def run(
     shared_bytes: int = 0, threads: int = 0,
 ) -> Executed:  # fmt: skip
     """Runs a program as `launch` does; the tensors become allocations of `memory`."""
-    memory.blocks_agree = code.blocks_agree
+    memory.alone = memory.alone and not code.blocks_agree
     slots = _with_parameters(code, memory, arguments)
     threads = code.module.threads or threads
     blocks = [(x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(grid)))]

@@ -65,13 +65,13 @@ def _live_tensor(address: int) -> Allocation | None:
 
 
 class GlobalMemory:
-    """The allocations that a launch may touch. `noted`: they note which of their bytes are."""
+    """The allocations that a launch may touch. `noted`: they note which of their bytes are. `alone`: blocks may not
+    write different values to one place, as those of padding do where all of it has one slot."""
 
-    def __init__(self, noted: bool = False) -> None:
+    def __init__(self, noted: bool = False, alone: bool = False) -> None:
         self.allocations: list[Allocation] = []
         self._noted = noted
-        self.blocks_agree = False
-        """Whether blocks may leave word for each other, so that one may write what another one wrote."""
+        self.alone = alone
         self._by_host: dict[int, Allocation] = {}
         self._by_table: list[Allocation] = []
         """Those whose addresses a kernel reads from a table: they are as in this process."""
@@ -121,8 +121,8 @@ class GlobalMemory:
         return parts
 
     def store(self, addresses: Array, values: list[Array], size: int, hint: list[int], blocks: Array) -> None:
-        """Writes neighbouring elements at each address, each of one of the blocks. Raises Hazard if two blocks write
-        different values to one place: any may be the last."""
+        """Writes neighbouring elements at each address, each of one of the blocks. Raises Hazard if blocks are alone
+        and two write different values to one place: any may be the last."""
         self.bytes_written += addresses.size * size * len(values)
         for allocation, chosen in self._allocations(addresses, size * len(values), hint):
             view = allocation.views[size]
@@ -132,10 +132,10 @@ class GlobalMemory:
             by = blocks if chosen is None else blocks[chosen]
             for i, value in enumerate(values):
                 what = value if chosen is None else value[chosen]
-                if self.blocks_agree:
-                    view[first + np.uint64(i)] = what
-                else:
+                if self.alone:
                     _write_alone(allocation, size, (first + np.uint64(i)).astype(np.int64), what, by)
+                else:
+                    view[first + np.uint64(i)] = what
 
     def cell(self, address: int, size: int) -> tuple[Array, int]:
         """Returns the array and the index of one element, for atomics."""

@@ -34,8 +34,14 @@ class Trial:
         """Executes the right text. Raises Unsupported if it takes addresses from a table."""
         self._ptx, self._grid, self._shared, self._threads = ptx, grid, shared, threads
         self._before = copies(arguments)
-        memory = GlobalMemory(noted=True)
-        self._run(program(parse(ptx)), memory, copies(arguments))
+        self._alone = True
+        memory = GlobalMemory(noted=True, alone=True)
+        try:
+            self._run(program(parse(ptx)), memory, copies(arguments))
+        except Hazard:  # blocks of padding have one slot
+            self._alone = False
+            memory = GlobalMemory(noted=True)
+            self._run(program(parse(ptx)), memory, copies(arguments))
         if memory.has_tables:
             raise Unsupported("a launch with a table of addresses")
         self._written = []
@@ -44,7 +50,7 @@ class Trial:
             _bytes(tensor)[torch.from_numpy(~allocation.read)] = 0xFF
             self._written.append(torch.from_numpy(allocation.written))
         self._after = copies(self._before)
-        self._run(program(parse(ptx)), GlobalMemory(), self._after)
+        self._run(program(parse(ptx)), GlobalMemory(alone=self._alone), self._after)
 
     def outcome(self, fault: Mutation) -> str:
         """Returns how a fault shows: a kind of hazard, "result", NO_EFFECT or DEAD; "" if it does not."""
@@ -65,7 +71,7 @@ class Trial:
         try:
             code = program(parse(fault.applied(self._ptx)))
             effect = watch(code, fault.line, self._instruction(fault.line), spoiling)
-            self._run(code, GlobalMemory(), given)
+            self._run(code, GlobalMemory(alone=self._alone), given)
         except Hazard as hazard:
             return hazard.kind, None
         except (Unsupported, RuntimeError, IndexError, AssertionError) as error:
