@@ -91,7 +91,7 @@ def test_few_pairs_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("mxfp4_mxfp8", 3, num_experts=16, features=NATIVE)
     configs = tile_configs_of(case.w13, case.w2, case.ids, NATIVE)
     args = (case.x, case.w13, case.w2, case.weights, case.ids, GPT_OSS_SWIGLU, configs, NATIVE)
-    assert mixed_moe.fused_moe(*args, waves=None) == (*args, None, None)  # no waves, no adapters
+    assert mixed_moe.fused_moe(*args, waves=None) == (*args, None, None, None)  # no waves, no adapters, no norm
 
 
 def test_blocks_follow_the_pairs_of_an_expert(library_module: ModuleType) -> None:
