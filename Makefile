@@ -20,6 +20,8 @@
 # make thorough the long tests, hours on two cores; ARGS="-k draft_matrix" runs some
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
+# make execute every kernel test over executed PTX for SM120, without a GPU, hours; ARGS="test/srt/layers/moe" runs some
+# make faults  faults put into executed PTX, of which an execution must notice 95%, about 20 minutes
 # make site    the documents as a site, in build/site
 # make gpu     the tests that need a GPU, with its own kernels and with those of SM120
 SHELL := /bin/bash
@@ -69,7 +71,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(subst $(EMPTY) ,$(COMMA),$(strip $(PIP_FIND_LINKS)))
 endif
 
-.PHONY: help serve test test-changed test-record clean-record lab fuzz quality quality-forms thorough page site clients schemas schedules mutations failures ray stores ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test test-changed test-record clean-record lab fuzz quality quality-forms thorough page site clients schemas schedules mutations failures ray stores ledger execute faults gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -218,6 +220,12 @@ upstream: install
 ledger: install
 	$(PIP) --quiet --no-deps --upgrade --target 'build/triton-$(TRITON)' 'triton==$(TRITON)'
 	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(BIN)/python -m sglang.ledger check --all
+
+execute: install
+	$(BIN)/python scripts/execute_kernels.py $(ARGS)
+
+faults: install
+	$(BIN)/python scripts/mutate_executed.py $(ARGS)
 
 clean:
 	rm -rf .venv

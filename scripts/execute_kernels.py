@@ -15,7 +15,6 @@ import datetime
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,17 +25,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
 
+import first_cases  # noqa: E402
+
 from sglang.ledger.ptx.record import NOTES, RECORD  # noqa: E402
 
 MARK = "interpreter.kernel_test"
+ENDED_EARLY = 2
+"""pytest's status if a plugin ended it; a test that failed before gives 1."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="files of kernel tests; none: all of them")
+    parser.add_argument("files", nargs="*", help="files of kernel tests, or how their paths begin; none: all")
     parser.add_argument("-k", dest="chosen", default="", help="only these tests, as pytest has it; nothing is recorded")
-    parser.add_argument("--limit", type=int, default=3600, help="seconds for a file; tests that are not begun are left")
+    parser.add_argument("--limit", type=int, default=3600, help="seconds for a file; then no further test begins")
     parser.add_argument("--page", action="store_true", help="only write the page")
     args = parser.parse_args(argv)
     if args.page:
@@ -45,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         executed_page.write()
         return 0
     known = kernel_tests()
-    files = [os.path.relpath(Path(name).resolve(), ROOT) for name in args.files] or known
-    if strangers := sorted(set(files) - set(known)):
+    files = [file for file in known if file.startswith(tuple(args.files))] if args.files else known
+    if strangers := [name for name in args.files if not any(file.startswith(name) for file in known)]:
         parser.error(f"no files of kernel tests: {', '.join(strangers)}")
     failed = [file for file in files if not run(file, args.chosen, args.limit)]
     print("\n".join(["failed:", *failed]) if failed else "all passed")
@@ -55,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def kernel_tests() -> list[str]:
     """Returns the files with tests of kernels, by their path in the repository."""
-    files = sorted((ROOT / "test" / "srt").rglob("test_*.py"))
+    files = sorted(file for folder in ("sgl_kernel", "srt") for file in (ROOT / "test" / folder).rglob("test_*.py"))
     return [file.relative_to(ROOT).as_posix() for file in files if MARK in file.read_text()]
 
 
@@ -65,18 +68,13 @@ def run(file: str, chosen: str, limit: int) -> bool:
         notes = Path(folder) / "notes"
         environment = os.environ | {
             "SGLANG_EXECUTE_PTX": "sm_120", NOTES: str(notes), "TRITON_DEFAULT_FP_FUSION": "1",
-            "PYTHONPATH": str(ROOT / "python"),
+            "PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'scripts'}", first_cases.SECONDS: str(limit),
         }  # fmt: skip
-        command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:randomly", "-x", "-rf", "--tb=short", file]
-        command += ["-m", "not thorough", *(["-k", chosen] if chosen else [])]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment)
-        try:
-            status, whole = process.wait(limit), True
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # what was executed so far is noted
-            status, whole = process.wait(), False
+        command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:randomly", "-p", "first_cases"]
+        command += ["-x", "-rf", "--tb=short", "-m", "not thorough", *(["-k", chosen] if chosen else []), file]
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
-    passed = status == 0 or (not whole and status == 2)
+    whole, passed = status == 0, status in (0, ENDED_EARLY)
     if not chosen:
         record(file, lines, passed, whole)
     return passed

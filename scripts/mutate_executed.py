@@ -1,20 +1,25 @@
 """Puts faults into the PTX of kernels and counts those that an execution notices. No GPU.
 
-    python scripts/mutate_executed.py --count 200 test/srt/layers/test_gemv.py
+    python scripts/mutate_executed.py                 # every group of kernels; writes executed_faults.json
+    python scripts/mutate_executed.py norms sampling  # some groups
 
-Runs tests over executed PTX and keeps the launches of each form's first one. Then it executes each of the chosen
-faulty texts with the same arguments. A fault is noticed if the execution stops, or if a result differs from that of the
-right text by more than its type's tests allow. It prints those that are not noticed, and a table by kind of fault.
+Runs a group's tests over executed PTX and keeps some launches of each form. Then it executes faulty texts on them. A
+fault is noticed if the execution of one stops, or if a result differs by more than tests allow. It does not count if an
+execution proves that it cannot show on any of the launches: its line does in every thread what the right one does, or
+no result depends on what the line computes where the two differ (`ptx/effect.py`). Prints those that are not noticed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import os
 import random
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,111 +27,152 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["SGLANG_EXECUTE_PTX"] = "sm_120"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test")]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test"), str(ROOT / "scripts")]
 
+import first_cases  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 from sglang.ledger.ptx import driver  # noqa: E402
-from sglang.ledger.ptx.launch import launch  # noqa: E402
+from sglang.ledger.ptx.effect import DEAD, NO_EFFECT  # noqa: E402
+from sglang.ledger.ptx.launch import Executed, launch  # noqa: E402
 from sglang.ledger.ptx.mutate import Mutation, mutations  # noqa: E402
-from sglang.ledger.ptx.problems import Hazard, Unsupported  # noqa: E402
+from sglang.ledger.ptx.problems import Unsupported  # noqa: E402
+from sglang.ledger.ptx.record import FAULTS  # noqa: E402
+from sglang.ledger.ptx.trial import Trial, copies  # noqa: E402
 
-TOLERANCE = 1e-3
-"""Of a result's norm."""
-MOST_BLOCKS = 64
-"""Larger launches are left out."""
+LAYERS = "test/srt/layers"
+GROUPS = {  # files of tests, and which of them as pytest's -k has it
+    "norms": (f"{LAYERS}/test_triton_ops.py", ""),
+    "products": (f"{LAYERS}/test_gemv.py", ""),
+    "quantized products": (f"{LAYERS}/quantization/test_quant_linear.py", ""),
+    "block-scaled products": (f"{LAYERS}/quantization/test_quant_linear.py", "native"),
+    "quantizing": (f"{LAYERS}/quantization/test_quantize_kernels.py", ""),
+    "experts": (f"{LAYERS}/moe/test_fused_moe.py", ""),
+    "routing": (f"{LAYERS}/moe/test_topk.py", ""),
+    "attention of decoding": (f"{LAYERS}/attention/test_attention_kernels.py", "decode"),
+    "attention over prefixes": (f"{LAYERS}/attention/test_attention_kernels.py", "extend"),
+    "latent attention": (f"{LAYERS}/attention/test_latent_attention.py", ""),
+    "recurrent states": (f"{LAYERS}/recurrent/test_channel_kernels.py", ""),
+    "convolutions": (f"{LAYERS}/recurrent/test_conv_and_norm_kernels.py", ""),
+}
+EQUIVALENT = (NO_EFFECT, DEAD)
+SECONDS = 60
+"""No test begins after them; one's first case is the first of its function."""
+LAUNCHES = 10
+"""Kept of a form: those that execute the most."""
+MOST_WORK = 3_000_000
+"""Instructions of threads, of a launch that is kept."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kept:
+    """A launch before a trial of it."""
+
     ptx: str
-    grid: tuple[int, int, int]
-    before: dict[str, Any]
-    after: dict[str, torch.Tensor]
-    shared: int
-    threads: int
-    lines: frozenset[int]
-    """Those that were executed: a fault elsewhere cannot show."""
+    given: tuple[Any, ...]
+    done: Executed
 
-    def noticed(self, text: str) -> str:
-        """Returns how a fault shows; "" if it does not."""
-        given = {name: copied(value) for name, value in self.before.items()}
+    @property
+    def work(self) -> int:
+        return sum(self.done.instructions.values())
+
+    @functools.cached_property
+    def trial(self) -> Trial | None:
         try:
-            launch(text, self.grid, given, self.shared, self.threads)
-        except Hazard as hazard:
-            return hazard.kind
-        except (Unsupported, RuntimeError, IndexError, AssertionError) as error:
-            return type(error).__name__
-        return "result" if any(differs(given[name], want) for name, want in self.after.items()) else ""
+            return Trial(self.ptx, *self.given)
+        except Unsupported:  # its addresses are in a table
+            return None
 
 
-def differs(ours: torch.Tensor, want: torch.Tensor) -> bool:
-    if not ours.is_floating_point() or ours.element_size() == 1:
-        return not torch.equal(ours.view(torch.uint8), want.view(torch.uint8))
-    a, b = ours.double().nan_to_num(1e30), want.double().nan_to_num(1e30)
-    return bool((a - b).norm() > TOLERANCE * b.norm())
+def keep(file: str, chosen: str) -> dict[str, list[Kept]]:
+    """Runs the tests and returns some launches of each form, by its text."""
+    kept: dict[str, list[Kept]] = {}
 
-
-def copied(value: Any) -> Any:
-    """Returns a tensor with a storage of its own, as large and as aligned."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    storage = value.untyped_storage().clone()
-    return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())
-
-
-def keep(files: Sequence[str], chosen: str) -> list[Kept]:
-    """Runs the tests and returns the first launch of each form."""
-    kept: dict[str, Kept] = {}
-
-    def keeping(ptx: str, grid: Any, arguments: dict[str, Any], shared: int, threads: int) -> Any:
-        first = ptx not in kept and grid[0] * grid[1] * grid[2] <= MOST_BLOCKS
-        before = {name: copied(value) for name, value in arguments.items()} if first else {}
+    def keeping(ptx: str, grid: tuple[int, int, int], arguments: dict[str, Any], shared: int, threads: int) -> Any:
+        before = copies(arguments)
         done = launch(ptx, grid, arguments, shared, threads)
-        if first:
-            after = {name: copied(value) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-            kept[ptx] = Kept(ptx, grid, before, after, shared, threads, frozenset(done.lines))
+        one = Kept(ptx, (grid, before, shared, threads), done)
+        if one.work <= MOST_WORK:
+            kept[ptx] = sorted([*kept.get(ptx, []), one], key=lambda each: -each.work)[:LAUNCHES]
         return done
 
     driver.launch = keeping  # type: ignore[assignment]
-    status = pytest.main(
-        ["-n0", "-q", "-p", "no:randomly", "-m", "not thorough", *files, *(["-k", chosen] * bool(chosen))]
-    )
-    if status:
+    os.environ[first_cases.SECONDS] = str(SECONDS)
+    words = ["-n0", "-q", "-p", "no:randomly", "-p", "first_cases", "-m", "not thorough", file, "-k", chosen]
+    status = pytest.main(words)
+    if status not in (0, pytest.ExitCode.INTERRUPTED):
         raise SystemExit("the tests fail without a fault")
-    return list(kept.values())
+    return kept
+
+
+def outcome(launches: Sequence[Kept], fault: Mutation) -> str:
+    """Returns how the fault shows on the first launch where it does; "" if it has an effect and does not."""
+    found = NO_EFFECT
+    for one in launches:
+        if fault.line not in one.done.lines or one.trial is None:
+            continue
+        shown = one.trial.outcome(fault)
+        if shown not in ("", *EQUIVALENT):
+            return shown
+        found = min(found, shown, key=("", DEAD, NO_EFFECT).index)
+    return found
+
+
+def group(name: str, count: int) -> dict[str, dict[str, int]]:
+    """Returns kind of fault -> how many were tried, had an effect, were noticed; `count` of those with an effect."""
+    kept = keep(*GROUPS[name])
+    every: dict[str, list[tuple[str, Mutation]]] = {}
+    for ptx, launches in kept.items():
+        lines = {line for one in launches for line in one.done.lines}
+        for fault in (fault for fault in mutations(ptx) if fault.line in lines):
+            every.setdefault(fault.kind, []).append((ptx, fault))
+    rng = random.Random(0)
+    for of_kind in every.values():
+        rng.shuffle(of_kind)
+    turns = range(max(map(len, every.values()), default=0))  # a fault of each kind in turn
+    figures = {kind: {"tried": 0, "counted": 0, "noticed": 0} for kind in every}
+    how: Counter[str] = Counter()
+    for ptx, fault in (of_kind[i] for i in turns for of_kind in every.values() if i < len(of_kind)):
+        if sum(one["counted"] for one in figures.values()) == count:
+            break
+        shown = outcome(kept[ptx], fault)
+        how[shown or "not noticed"] += 1
+        figures[fault.kind]["tried"] += 1
+        figures[fault.kind]["counted"] += shown not in EQUIVALENT
+        figures[fault.kind]["noticed"] += shown not in ("", *EQUIVALENT)
+        if not shown:
+            entry = next(line for line in ptx.split("\n") if ".entry" in line).split()[-1].rstrip("(")
+            print(f"not noticed: {fault.kind}, {entry}, line {fault.line}: {fault.before.strip()}", flush=True)
+            if folder := os.environ.get("KEEP_TEXTS"):
+                Path(folder, f"{entry}-{fault.line}.ptx").write_text(ptx)
+    print(name, dict(how), figures, flush=True)
+    return figures
+
+
+def write(name: str, figures: Mapping[str, Any]) -> None:
+    """Puts a group's figures into the record."""
+    record = json.loads(FAULTS.read_text()) if FAULTS.exists() else {}
+    record[name] = figures
+    FAULTS.write_text(json.dumps({name: record[name] for name in GROUPS if name in record}, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if fewer than 95% are noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("-k", dest="chosen", default="", help="only these tests, as pytest has it")
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("groups", nargs="*", help=f"of: {', '.join(GROUPS)}")
+    parser.add_argument("--count", type=int, default=20, help="faults with an effect, of each group")
     args = parser.parse_args(argv)
-    every: dict[str, list[tuple[Kept, Mutation]]] = {}
-    for one in keep(args.files, args.chosen):
-        for mutation in (m for m in mutations(one.ptx) if m.line in one.lines):
-            every.setdefault(mutation.kind, []).append((one, mutation))
-    rng = random.Random(0)
-    for of_kind in every.values():
-        rng.shuffle(of_kind)
-    turns = range(max(map(len, every.values()), default=0))  # a fault of each kind in turn
-    chosen = [of_kind[i] for i in turns for of_kind in every.values() if i < len(of_kind)]
-    tried, seen, how = Counter[str](), Counter[str](), Counter[str]()
-    for one, mutation in chosen[: args.count]:
-        shown = one.noticed(mutation.applied(one.ptx))
-        tried[mutation.kind] += 1
-        seen[mutation.kind] += shown != ""
-        how[shown or "not noticed"] += 1
-        if not shown:
-            name = next(line for line in one.ptx.split("\n") if ".entry" in line).split()[-1].rstrip("(")
-            print(f"not noticed: {mutation.kind}, {name}, line {mutation.line}: {mutation.before.strip()}", flush=True)
-    for kind in tried:
-        print(f"{kind:10} {seen[kind]:4} of {tried[kind]}")
-    print(f"noticed {sum(seen.values())} of {sum(tried.values())}; by {dict(how)}")
-    return 1 if sum(seen.values()) < 0.95 * sum(tried.values()) else 0
+    if len(args.groups) == 1:
+        figures = group(args.groups[0], args.count)
+        write(args.groups[0], figures)
+    else:  # each in a process of its own
+        for name in args.groups or GROUPS:
+            subprocess.run([sys.executable, __file__, "--count", str(args.count), name], check=False)
+        record = json.loads(FAULTS.read_text())
+        figures = {str(i): one for i, one in enumerate(one for kinds in record.values() for one in kinds.values())}
+    counted, noticed = (sum(one[what] for one in figures.values()) for what in ("counted", "noticed"))
+    print(f"noticed {noticed} of {counted}")
+    return 1 if noticed < 0.95 * counted else 0
 
 
 if __name__ == "__main__":

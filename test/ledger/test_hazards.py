@@ -6,7 +6,11 @@ import pytest
 import torch
 from ledger.ptx_text import module, run
 
+from sglang.ledger.ptx.launch import run as execute
+from sglang.ledger.ptx.memory import GlobalMemory
+from sglang.ledger.ptx.parser import parse
 from sglang.ledger.ptx.problems import Hazard, Unsupported
+from sglang.ledger.ptx.program import program
 
 POINTER = (
     "ld.param.b64 %rd0, [k_param_0];\nmov.u32 %r0, %tid.x;\nmul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
@@ -108,6 +112,45 @@ def test_a_read_is_not_overwritten() -> None:
     fails("race", body.format(""), "writes byte .* read", 64, threads=64, shared=256)
 
 
+def test_a_read_within_a_warp_is_not_overwritten() -> None:
+    written = SHARED + "st.shared.b32 [%r3], %r0;\nbar.warp.sync -1;\n"
+    body = written + NEIGHBOUR.format(4) + "\n{}st.shared.b32 [%r3], 7;"
+    run(module(body.format("bar.warp.sync -1;\n"), shared=128), torch.zeros(32, dtype=torch.int32))
+    fails("race", body.format(""), "writes byte .* read", shared=128)
+    own = SHARED + "st.shared.b32 [%r3], %r0;\nld.shared.b32 %r5, [%r3];\nst.shared.b32 [%r3], 7;"
+    run(module(own, shared=128), torch.zeros(32, dtype=torch.int32))
+
+
+def test_a_matrix_is_no_single_threads() -> None:
+    """ldmatrix reads a row at the address of a thread that wrote it, but for other threads."""
+    row = POINTER + "mov.b32 %r1, buffer;\nshl.b32 %r2, %r0, 4;\nadd.s32 %r3, %r1, %r2;\n"
+    body = row + (
+        "st.shared.v4.b32 [%r3], {%r0, %r0, %r0, %r0};\n{}"
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r5, %r6, %r7, %r8}, [%r3];"
+    )
+    run(module(body.replace("{}", "bar.warp.sync -1;\n"), shared=512), torch.zeros(1, dtype=torch.int32))
+    fails("race", body.replace("{}", ""), "reads byte", shared=512)
+
+
+def test_blocks_that_are_alone() -> None:
+    """Where they are, two may write the same to one place, or have atomic operations to agree on an order."""
+    body = "ld.param.b64 %rd0, [k_param_0];\nmov.u32 %r0, %ctaid.x;\n{}st.global.b32 [%rd0], {};"
+    atomic = "atom.global.gpu.acq_rel.add.u32 %r2, [%rd0+4], 1;\n"
+    out = {"out": torch.zeros(2, dtype=torch.int32)}
+    for alone, before, value in ((True, "", "5"), (True, atomic, "%r0"), (False, "", "%r0")):
+        execute(program(parse(module(body.format(before, value)))), GlobalMemory(alone=alone), (3, 1, 1), out)
+    with pytest.raises(Hazard, match="race: two blocks write byte 0 of out"):
+        execute(program(parse(module(body.format("", "%r0")))), GlobalMemory(alone=True), (3, 1, 1), out)
+
+
+def test_what_a_thread_has_not_written_is_nan() -> None:
+    """A register that only some threads write."""
+    body = POINTER + "setp.lt.s32 %p0, %r0, 5;\n@%p0 mov.b32 %r4, 7;\nst.global.b32 [%rd2], %r4;"
+    out = torch.zeros(32, dtype=torch.int32)
+    run(module(body), out)
+    assert out.tolist() == [7] * 5 + [-1] * 27
+
+
 def test_two_values_in_one_place() -> None:
     body = SHARED + "st.shared.b32 [%r1], {};"
     run(module(body.format(5), shared=128), torch.zeros(1, dtype=torch.int32))
@@ -128,6 +171,12 @@ def test_copies_are_waited_for() -> None:
     run(module(COPY.format("cp.async.wait_group 0;\n"), shared=128), torch.zeros(32, dtype=torch.int32))
     fails("race", COPY.format("cp.async.wait_group 1;\n"), "before the wait for its cp.async", shared=128)
     fails("race", COPY.format(""), "before the wait for its cp.async", shared=128)
+
+
+def test_what_is_on_its_way_is_not_overwritten() -> None:
+    body = COPY.replace("ld.shared.b32 %r5, [%r3];", "st.shared.b32 [%r3], 5;")
+    run(module(body.format("cp.async.wait_group 0;\n"), shared=128), torch.zeros(32, dtype=torch.int32))
+    fails("race", body.format(""), "is written before the wait for its cp.async", shared=128)
 
 
 def test_a_barrier_that_some_threads_pass_by() -> None:

@@ -128,6 +128,11 @@ CASES: list[tuple[str, tuple[int | float, ...], int | bool]] = [
     ("sqrt.approx.f32", (bits(16.0),), bits(4.0)),
     ("sqrt.rn.f32", (bits(2.0),), bits(math.sqrt(2.0))),
     ("add.f32x2", (bits(1.0) << 32 | bits(2.0), bits(3.0) << 32 | bits(4.0)), bits(4.0) << 32 | bits(6.0)),
+    ("fma.rm.f32", (bits(1.0), bits(1.0), bits(2.0**-24)), bits(1.0)),
+    ("fma.rm.f32", (bits(1.0), bits(1.0), bits(-(2.0**-30))), bits(1 - 2.0**-24)),
+    ("fma.rm.f32", (bits(-1.0), bits(1.0), bits(-(2.0**-30))), bits(-1 - 2.0**-23)),
+    ("fma.rm.f32", (bits(1 + 2.0**-23), bits(1 + 2.0**-23), bits(0.0)), bits(1 + 2.0**-22)),
+    ("fma.rm.f32", (bits(3.0), bits(2.0), bits(1.0)), bits(7.0)),
     ("fma.rn.f32x2", (bits(2.0), bits(3.0), bits(4.0)), bits(10.0)),
     ("add.f64", (bits(1.0, "f64"), bits(2.0, "f64")), bits(3.0, "f64")),
     # 9.7.4 16-bit types, 9.7.5 mixed ones
@@ -160,6 +165,9 @@ CASES: list[tuple[str, tuple[int | float, ...], int | bool]] = [
     ("cvt.rpi.f32.f32", (bits(-1.5),), bits(-1.0)),
     ("cvt.f32.bf16", (bits(1.5, "bf16"),), bits(1.5)),
     ("cvt.f32.f16", (HALF,), bits(1.0)),
+    ("cvt.sat.f32.f32", (bits(1.5),), bits(1.0)),
+    ("cvt.sat.f32.f32", (bits(0.25),), bits(0.25)),
+    ("cvt.sat.f32.f32", (bits(NAN),), 0),
     ("cvt.rn.bf16.f32", (bits(1 + 2.0**-8),), bits(1.0, "bf16")),
     ("cvt.rn.bf16.f32", (bits(1 + 3 * 2.0**-8),), bits(1 + 2.0**-6, "bf16")),
     ("cvt.rn.bf16.f32", (bits(NAN),), 0x7FFF),
@@ -198,6 +206,7 @@ def test_every_instruction_has_a_case() -> None:
 @pytest.mark.parametrize(
     "opcode",
     ["add.sat.s32", "mul.rz.f32", "cvt.rz.f16.f32", "setp.lt.boolop.s32", "sqrt.approx.f64", "cvt.rn.relu.bf16.f32",
+     "fma.rm.ftz.bf16", "cvt.sat.f16.f32",
      "shl.clamp.b32", "frobnicate.b32", "ex2.approx.ftz.bf16x2"],
 )  # fmt: skip
 def test_what_is_not_known_is_refused(opcode: str) -> None:

@@ -11,14 +11,14 @@ from sglang.ledger.ptx.problems import Hazard
 
 SCALED = (
     "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
-    " { %r1, %r2 }, { %r3, %r4 }, { %r5 }, { %r1, %r2 }, %r6, { 0, 0 }, %r7, { 0, %s };"
+    " { %r1, %r2 }, { %r3, %r4 }, { %r5 }, { %r1, %r2 }, %r6, { 0, 0 }, %r7, { 0, 0 };"
 )
 CHANGES = {
     "mask": ("\t@%p3 ld.global.b32 { %r1 }, [ %rd1 + 0 ];", "\tld.global.b32 { %r1 }, [ %rd1 + 0 ];"),
     "barrier": ("\tbar.sync \t0;", ""),
     "wait": ("\tcp.async.wait_group 1;", "\tcp.async.wait_group 2;"),
-    "scale": (SCALED.replace("%s", "3"), SCALED.replace("%s", "0")),
-    "fragment": (SCALED.replace("%s", "0"), SCALED.replace("%s", "0").replace("%r3, %r4", "%r4, %r3")),
+    "scale": (SCALED, SCALED.replace("%r7", "%r6")),
+    "fragment": (SCALED, SCALED.replace("%r3, %r4", "%r4, %r3")),
     "shuffle": ("\tshfl.sync.bfly.b32 \t%r1, %r2, 16, 31, -1;", "\tshfl.sync.bfly.b32 \t%r1, %r2, 8, 31, -1;"),
     "limit": ("\tsetp.lt.s32 \t%p1, %r1, %r2;", "\tsetp.le.s32 \t%p1, %r1, %r2;"),
     "place": ("\tld.shared.v2.b32 \t{%r1, %r2}, [%r5+16];", "\tld.shared.v2.b32 \t{%r1, %r2}, [%r5+24];"),

@@ -60,3 +60,15 @@ def cpu_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     includes = [f"-I{PACKAGE / 'csrc'}", f"-I{ON_CPU}"]
     subprocess.run([compiler, *options, *includes, str(ON_CPU / "mixed_moe.cpp"), "-o", str(to)], check=True)
     return to
+
+
+@pytest.fixture(scope="session")
+def executed_mixed_moe(library_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The kernels compiled for SM120, their PTX executed. Skips where there is no nvcc."""
+    from sgl_kernel import executed
+
+    nvcc = load_file(PACKAGE / "nvcc_build.py").find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    to = tmp_path_factory.mktemp("sgl_kernel") / "mixed_moe.ptx"
+    return executed.ExecutedMixedMoe(library_module, executed.compiled(PACKAGE / "csrc" / "mixed_moe.cu", nvcc, to))

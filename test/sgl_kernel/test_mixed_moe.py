@@ -1,5 +1,5 @@
-"""The grouped products of e4m3 by e2m1 against dequantized fp32: the CUDA kernel compiled for the CPU, and on a GPU as
-installed."""
+"""The grouped products of e4m3 by e2m1 against dequantized fp32: the CUDA kernel compiled for the CPU, its PTX for
+SM120 executed, and on a GPU as installed."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if interpreter.INTERPRETED:
         on_cpu = request.getfixturevalue("library_module").Library(request.getfixturevalue("cpu_library"))
         monkeypatch.setattr(mixed_moe, "_library", lambda: on_cpu)
+        monkeypatch.setattr(mixed_moe, "_stream", lambda x: 0)
+    elif interpreter.EXECUTED:
+        monkeypatch.setattr(mixed_moe, "_library", lambda: request.getfixturevalue("executed_mixed_moe"))
         monkeypatch.setattr(mixed_moe, "_stream", lambda x: 0)
     elif torch.cuda.is_available() and importlib.util.find_spec("sm120_sgl_kernel") is None:
         pytest.skip("needs sgl-kernel: pip install ./sgl-kernel")
@@ -88,7 +91,7 @@ def test_few_pairs_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("mxfp4_mxfp8", 3, num_experts=16, features=NATIVE)
     configs = tile_configs_of(case.w13, case.w2, case.ids, NATIVE)
     args = (case.x, case.w13, case.w2, case.weights, case.ids, GPT_OSS_SWIGLU, configs, NATIVE)
-    assert mixed_moe.fused_moe(*args, waves=None) == (*args, None, None)  # no waves, no adapters
+    assert mixed_moe.fused_moe(*args, waves=None) == (*args, None, None, None)  # no waves, no adapters, no norm
 
 
 def test_blocks_follow_the_pairs_of_an_expert(library_module: ModuleType) -> None:

@@ -29,6 +29,8 @@ def convert(op: Opcode) -> Semantics:
     flushes, finite = op.take("ftz") != "", op.take("satfinite") != ""
     relu, saturates = op.take("relu") != "", op.take("sat") != ""
     op.end()
+    if saturates and (source.name, target.name, rounding, flushes) == ("f32", "f32", "", False):
+        return Semantics(_saturated, (32,), (32,))
     if relu or saturates or (rounding in ("rs", "rm", "rp") and target.name != "ue8m0x2"):
         raise Unsupported(op.text)
     if target.name in ("bf16x2", "f16x2") and source.name == "f32":
@@ -54,6 +56,12 @@ def convert(op: Opcode) -> Semantics:
             raise Unsupported(op.text)
         return _from_integer(op, source, target, rounding)
     return Semantics(lambda a: _extended(as_type(source, a), target), (source.bits,), (target.bits,))
+
+
+def _saturated(a: Array) -> Array:
+    """To the numbers from 0 to 1; NaN becomes 0."""
+    x = a.view(np.float32)
+    return np.where(x != x, np.float32(0), np.clip(x, 0, 1)).astype(np.float32).view(np.uint32)
 
 
 def _extended(x: Array, target: Type) -> Array:

@@ -45,6 +45,17 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
     return sum_to_f32(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
 
 
+def _fused_downwards(a: Array, b: Array, c: Array) -> Array:
+    """The largest float32 that is not above the sum."""
+    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    nearest = sum_to_f32(product, addend)
+    wide = nearest.astype(np.float64)
+    # What the nearest one is above the sum by, of the larger part first: each difference is exact or its sign is.
+    large, small = np.where(np.abs(product) > np.abs(addend), (product, addend), (addend, product))
+    above = ((wide - large) - small) > 0
+    return np.where(above & np.isfinite(nearest), np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+
 def _lesser(a: Array, b: Array) -> Array:
     """The number, if one is NaN; -0 is below +0 (9.7.3.13)."""
     lesser = np.fmin(a, b)
@@ -70,6 +81,7 @@ def arithmetic(op: Opcode) -> Semantics:
         return mixed(op)
     packed = op.take("f32x2", "bf16x2", "f16x2")
     kind = "" if packed else op.type().name
+    downwards = op.name == "fma" and kind == "f32" and op.take("rm") != ""
     op.take(*_ROUNDINGS)
     flushes, saturates = op.take("ftz") != "", op.take("sat") != ""
     with_nan = op.take("NaN") != ""
@@ -81,6 +93,8 @@ def arithmetic(op: Opcode) -> Semantics:
         return _pairs_of_f32(_fused if op.name == "fma" else _BINARY[op.name], count)
     if kind == "f64":
         return _f64(op.name, count)
+    if kind == "f32" and downwards:
+        return _f32(_fused_downwards, count, flushes, saturates)
     if kind == "f32":
         function = _fused if op.name in ("fma", "mad") else _BINARY[op.name]
         return _f32(_or_nan(function) if with_nan else function, count, flushes, saturates)

@@ -5,6 +5,7 @@ launch(ptx, grid=(4, 1, 1), arguments={"x_ptr": x, "size": 100, "scale": 0.5}, s
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import struct
@@ -50,10 +51,17 @@ def launch(
     ptx: str, grid: tuple[int, int, int], arguments: Mapping[str, Any], shared_bytes: int = 0, threads: int = 0
 ) -> Executed:
     """Runs all blocks of a grid. `arguments` has a value for each of the kernel's parameters, in order: tensors on the
-    CPU, numbers, None or 0 for a null pointer; those that are missing at the end are null. Raises Hazard,
-    Unsupported."""
-    code = compiled(ptx)
-    memory = GlobalMemory()
+    CPU, numbers, structs of ctypes, None or 0 for a null pointer; those that are missing at the end are null. Raises
+    Hazard, Unsupported."""
+    return run(compiled(ptx), GlobalMemory(), grid, arguments, shared_bytes, threads)
+
+
+def run(
+    code: Program, memory: GlobalMemory, grid: tuple[int, int, int], arguments: Mapping[str, Any],
+    shared_bytes: int = 0, threads: int = 0,
+) -> Executed:  # fmt: skip
+    """Runs a program as `launch` does; the tensors become allocations of `memory`."""
+    memory.alone = memory.alone and not code.blocks_agree
     slots = _with_parameters(code, memory, arguments)
     threads = code.module.threads or threads
     blocks = [(x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(grid)))]
@@ -63,8 +71,9 @@ def launch(
     for first in range(0, len(blocks), at_once):
         some = blocks[first : first + at_once]
         machine = Machine(
-            slots, threads, some, memory, code.slots.shared_bytes + shared_bytes, code.slots.local_bytes, code.word
-        )
+            slots, threads, some, memory, code.slots.shared_bytes + shared_bytes, code.slots.local_bytes, code.word,
+            first,
+        )  # fmt: skip
         _set_special(machine, code, some, grid)
         execute(code, machine, counts)
         choices += machine.choices
@@ -92,6 +101,8 @@ def _with_parameters(code: Program, memory: GlobalMemory, arguments: Mapping[str
 
 
 def _parameter(kind: Type, name: str, value: Any, memory: GlobalMemory) -> Array:
+    if isinstance(value, ctypes.Structure):
+        return _struct(value, memory)
     if hasattr(value, "data_ptr"):
         storage = value.untyped_storage()
         size, host = storage.nbytes(), storage.data_ptr()
@@ -103,6 +114,17 @@ def _parameter(kind: Type, name: str, value: Any, memory: GlobalMemory) -> Array
         code = {16: "e", 32: "f", 64: "d"}[kind.bits]
         return np.frombuffer(struct.pack(f"<{code}", value), dtype=kind.storage).copy()
     return np.array([int(value or 0) & (1 << kind.bits) - 1], dtype=kind.storage)
+
+
+def _struct(value: ctypes.Structure, memory: GlobalMemory) -> Array:
+    """Returns a struct's bytes, with the executor's addresses in the place of pointers into tensors of this process."""
+    data = np.frombuffer(bytes(value), dtype=np.uint8).copy()
+    for name, kind, *_ in value._fields_:
+        host = getattr(value, name)
+        if kind is ctypes.c_void_p and host:
+            place = getattr(type(value), name).offset
+            data[place : place + 8] = np.array([memory.address_of(name, host)], dtype=np.uint64).view(np.uint8)
+    return data
 
 
 _EMPTY = 1 << 62

@@ -7,6 +7,7 @@ says which lanes execute the current instruction; None: all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +25,22 @@ class AsyncCopies:
         """Lanes, offsets in shared memory, values, bytes of a value, groups."""
 
 
+def unwritten(size: int, dtype: Any) -> Array:
+    """Returns what lanes find in a register that they have not written: all ones, a NaN, the last address."""
+    return np.full(size, dtype == np.bool_ or np.iinfo(dtype).max, dtype=dtype)
+
+
 class Machine:
     def __init__(
         self, slots: Sequence[Array | None], threads: int, blocks: Sequence[tuple[int, int, int]],
-        memory: GlobalMemory, shared_bytes: int, local_bytes: int, word: int,
+        memory: GlobalMemory, shared_bytes: int, local_bytes: int, word: int, first_block: int = 0,
     ) -> None:  # fmt: skip
         self.registers: list[Array | None] = list(slots)
         self.threads, self.lanes = threads, threads * len(blocks)
         self.mask: Array | None = None
         self.memory = memory
         lane = np.arange(self.lanes)
-        self.block_of_lane = lane // threads
+        self.block_of_lane, self.first_block = lane // threads, first_block
         self.shared = BlockMemory("shared memory", SHARED_BASE, shared_bytes, self.block_of_lane)
         self.watch = SharedWatch(self.shared.stride * len(blocks), word, threads, self.lanes)
         self.local = BlockMemory("local memory", 0, local_bytes, lane)
@@ -58,7 +64,7 @@ class Machine:
     def write_where(self, slot: int, value: Array, mask: Array) -> None:
         """Writes a register in some lanes."""
         old = self.registers[slot]
-        self.registers[slot] = value if old is None else np.where(mask, value, old)
+        self.registers[slot] = np.where(mask, value, unwritten(1, value.dtype) if old is None else old)
 
     def active(self, guard: int | None, negated: bool) -> Array | None:
         """Returns which lanes execute an instruction with a guard; None: all."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,6 +31,11 @@ class Allocation:
     """By size of elements in bytes."""
     size: int
     host: int
+    read: Array | None = None
+    """Which bytes some thread read; None: nobody asked."""
+    written: Array | None = None
+    writers: dict[int, Array] = field(default_factory=dict)
+    """By size of elements: the block that wrote each one last; -1: none."""
 
 
 def views_of(data: Array) -> dict[int, Array]:
@@ -60,14 +65,22 @@ def _live_tensor(address: int) -> Allocation | None:
 
 
 class GlobalMemory:
-    """The allocations that a launch may touch."""
+    """The allocations that a launch may touch. `noted`: they note which of their bytes are. `alone`: blocks may not
+    write different values to one place, as those of padding do where all of it has one slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: bool = False, alone: bool = False) -> None:
         self.allocations: list[Allocation] = []
+        self._noted = noted
+        self.alone = alone
         self._by_host: dict[int, Allocation] = {}
         self._by_table: list[Allocation] = []
         """Those whose addresses a kernel reads from a table: they are as in this process."""
         self.bytes_read = self.bytes_written = 0
+
+    @property
+    def has_tables(self) -> bool:
+        """Returns whether a kernel read addresses of tensors from a table."""
+        return bool(self._by_table)
 
     def add(self, name: str, data: Array, host: int = 0) -> Allocation:
         """Adds bytes; `host`: their address in this process."""
@@ -75,10 +88,20 @@ class GlobalMemory:
             return self._by_host[host]
         base = (len(self.allocations) + 1) * _GAP + host % 256
         allocation = Allocation(name, base, views_of(data), len(data), host)
+        if self._noted:
+            allocation.read, allocation.written = np.zeros((2, len(data)), dtype=bool)
         self.allocations.append(allocation)
         if host:
             self._by_host[host] = allocation
         return allocation
+
+    def address_of(self, name: str, host: int) -> int:
+        """Returns the executor's address of what is at an address of this process. Raises Hazard if no tensor is."""
+        tensor = _live_tensor(host)
+        if tensor is None:
+            raise Hazard("out of bounds", f"{name} is at {host:#x}, where no tensor is")
+        allocation = self.add(name, tensor.views[1], tensor.host)
+        return allocation.base + host - tensor.host
 
     def load(self, addresses: Array, size: int, count: int, hint: list[int]) -> list[Array]:
         """Returns `count` neighbouring elements of `size` bytes at each address. `hint` keeps which allocation the
@@ -87,6 +110,7 @@ class GlobalMemory:
         parts: list[Array] = []
         for allocation, chosen in self._allocations(addresses, size * count, hint):
             view = allocation.views[size]
+            _note(allocation.read, allocation, addresses, chosen, size * count)
             if chosen is None:
                 first = (addresses - np.uint64(allocation.base)) >> np.uint64(size.bit_length() - 1)
                 return [view[first + np.uint64(i)] if i else view[first] for i in range(count)]
@@ -96,20 +120,29 @@ class GlobalMemory:
                 parts[i][chosen] = view[first + np.uint64(i)]
         return parts
 
-    def store(self, addresses: Array, values: list[Array], size: int, hint: list[int]) -> None:
-        """Writes neighbouring elements at each address."""
+    def store(self, addresses: Array, values: list[Array], size: int, hint: list[int], blocks: Array) -> None:
+        """Writes neighbouring elements at each address, each of one of the blocks. Raises Hazard if blocks are alone
+        and two write different values to one place: any may be the last."""
         self.bytes_written += addresses.size * size * len(values)
         for allocation, chosen in self._allocations(addresses, size * len(values), hint):
             view = allocation.views[size]
+            _note(allocation.written, allocation, addresses, chosen, size * len(values))
             at = addresses if chosen is None else addresses[chosen]
             first = (at - np.uint64(allocation.base)) >> np.uint64(size.bit_length() - 1)
+            by = blocks if chosen is None else blocks[chosen]
             for i, value in enumerate(values):
-                view[first + np.uint64(i)] = value if chosen is None or value.size == 1 else value[chosen]
+                what = value if chosen is None else value[chosen]
+                if self.alone:
+                    _write_alone(allocation, size, (first + np.uint64(i)).astype(np.int64), what, by)
+                else:
+                    view[first + np.uint64(i)] = what
 
     def cell(self, address: int, size: int) -> tuple[Array, int]:
         """Returns the array and the index of one element, for atomics."""
         addresses = np.array([address], dtype=np.uint64)
         ((allocation, _),) = self._allocations(addresses, size, [0])
+        _note(allocation.read, allocation, addresses, None, size)
+        _note(allocation.written, allocation, addresses, None, size)
         return allocation.views[size], (address - allocation.base) // size
 
     def _allocations(self, addresses: Array, size: int, hint: list[int]) -> list[tuple[Allocation, Array | None]]:
@@ -172,6 +205,30 @@ class GlobalMemory:
             allocation = self.allocations[number]
             return f"byte {address - allocation.base} of {allocation.name}, which has {allocation.size}"
         return f"the address {address:#x}, which is in no array"
+
+
+def _write_alone(allocation: Allocation, size: int, places: Array, values: Array, blocks: Array) -> None:
+    """Writes elements. Raises Hazard if another block has written another value there."""
+    view = allocation.views[size]
+    if size not in allocation.writers:
+        allocation.writers[size] = np.full(len(view), -1, dtype=np.int32)
+    writers = allocation.writers[size]
+    before = writers[places]
+    clash = (before >= 0) & (before != blocks) & (view[places] != values)
+    view[places], writers[places] = values, blocks
+    clash |= (view[places] != values) & (writers[places] != blocks)
+    if clash.any():
+        i = int(np.flatnonzero(clash)[0])
+        raise Hazard("race", f"two blocks write byte {int(places[i]) * size} of {allocation.name}")
+
+
+def _note(touched: Array | None, allocation: Allocation, addresses: Array, chosen: Array | None, size: int) -> None:
+    """Marks the bytes from each address on."""
+    if touched is None:
+        return
+    at = (addresses if chosen is None else addresses[chosen]).astype(np.int64) - allocation.base
+    for i in range(size):
+        touched[at + i] = True
 
 
 class BlockMemory:

@@ -23,12 +23,14 @@ class Mutation:
         return "\n".join(lines)
 
 
-_SELECTORS = re.compile(r"\{\s*(\d)\s*,\s*(\d)\s*\}")
+_SCALES = re.compile(r"(%r\d+),\s*(\{[^{}]*\}),\s*(%r\d+),\s*(\{[^{}]*\});")
 _GROUP = re.compile(r"\{([^{}]*)\}")
 
 
 def _without_mask(line: str) -> str:
-    """An access is not masked."""
+    """An access is not masked: neither by a guard, nor by a copy's number of bytes."""
+    if match := re.match(r"(.*cp\.async.*),\s*%r\d+;(.*)", line):
+        return f"{match[1]};{match[2]}"
     match = re.match(r"\s*@!?%p\d+\s+((ld|st)\.global.*)", line)
     return f"\t{match[1]}" if match else line
 
@@ -44,14 +46,8 @@ def _waits_less(line: str) -> str:
 
 
 def _other_scale(line: str) -> str:
-    """The scale of a neighbouring column is taken."""
-    if "block_scale" not in line:
-        return line
-    selectors = list(_SELECTORS.finditer(line))
-    if len(selectors) < 2:
-        return line
-    last = selectors[-1]
-    return f"{line[: last.start()]}{{ {last[1]}, {(int(last[2]) + 1) % 4} }}{line[last.end() :]}"
+    """The block scales of A are taken for B."""
+    return _SCALES.sub(lambda m: f"{m[1]}, {m[2]}, {m[1]}, {m[4]};", line) if "block_scale" in line else line
 
 
 def _swapped_fragment(line: str) -> str:

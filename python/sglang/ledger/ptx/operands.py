@@ -14,8 +14,8 @@ SPECIAL = ("%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctai
 """What a launch gives (10); all of 32 bits."""
 
 
-PARAMETER_STEP = 8
-"""Between the addresses of two parameters; they are the slots' numbers times this."""
+PARAMETER_STEP = 1 << 12
+"""Between the addresses of two parameters; they are the slots' numbers times this. No parameter is larger."""
 
 
 class Slots:

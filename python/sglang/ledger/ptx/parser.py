@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from sglang.ledger.ptx.problems import Unsupported
-from sglang.ledger.ptx.types import TYPES, Type
+from sglang.ledger.ptx.types import TYPES, Type, bytes_type
 
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
@@ -102,6 +102,7 @@ class Module:
     threads: int = 0
     """Of a block, as .reqntid says; 0 if it does not."""
     parameters: list[tuple[str, Type]] = field(default_factory=list)
+    """A struct is bytes."""
     registers: dict[str, Type] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
@@ -168,7 +169,7 @@ class _Reader:
     def _outside(self, line: str) -> None:
         if match := re.match(r"\.target\s+(\w+)", line):
             self.module.target = match[1]
-        elif match := re.match(r"\.visible\s+\.entry\s+([\w$]+)", line):
+        elif match := re.match(r"(?:\.visible\s+)?\.entry\s+([\w$]+)", line):
             if self.module.name:
                 raise Unsupported("a module with two kernels")
             self.module.name = match[1]
@@ -178,9 +179,8 @@ class _Reader:
         elif not line.startswith((".param", ".reqntid", ".maxntid", ".version", ".address_size", ".file", "{", ")")):
             self._array(line)
         for kind, name, array in _PARAM.findall(line):
-            if array:
-                raise Unsupported(f"the parameter {name}, an array")
-            self.module.parameters.append((name, TYPES[kind]))
+            bytes_of = int(array[1:-1]) * TYPES[kind].bits // 8 if array else 0
+            self.module.parameters.append((name, bytes_type(bytes_of) if array else TYPES[kind]))
         if match := re.match(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?", line):
             self.module.threads = int(match[1]) * int(match[2] or 1)
         if line.endswith("{"):
@@ -189,7 +189,7 @@ class _Reader:
     def _array(self, line: str) -> None:
         match = _ARRAY.search(line)
         if match is None:
-            if line.startswith((".pragma", ".minnctapersm", ".maxnreg")):
+            if line.startswith((".pragma", ".minnctapersm", ".maxnreg", ".maxntid")):
                 return
             raise Unsupported(f"the directive {line}")
         space, align, kind, name, count = match.groups()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang.ledger.ptx.operands import Slots
 from sglang.ledger.ptx.parser import Instruction, Module, Number, Symbol
@@ -42,6 +42,12 @@ class Program:
     blocks: list[BasicBlock]
     word: int
     """The smallest access to shared memory, in bytes."""
+
+    @property
+    def blocks_agree(self) -> bool:
+        """Returns whether blocks may leave word for each other, by atomic operations or ordered stores."""
+        opcodes = (instruction.opcode.split(".") for instruction in self.module.instructions)
+        return any(words[0] in ("atom", "red") or {"acquire", "release"} & set(words) for words in opcodes)
 
 
 def program(module: Module) -> Program:
@@ -84,21 +90,26 @@ def _add(block: BasicBlock, instruction: Instruction, module: Module, slots: Slo
     if _ends(instruction):
         _end(block, instruction, module, slots, number)
         return
+    block.steps.append(step_of(instruction, slots))
+    block.instructions.append(instruction)
+
+
+def step_of(instruction: Instruction, slots: Slots) -> Step:
+    """Returns the step of an instruction that ends no basic block. Raises Unsupported."""
     name = instruction.opcode.partition(".")[0]
     if name in _MEMORY:
-        step = memory_step(instruction, slots)
-    elif name in WARP_NAMES or name == "bar":
-        step = warp_step(instruction, slots)
-    elif name in _HINTS:
-        step = nothing
-    elif name == "createpolicy":
-        step = setting(slots.register(instruction.operands[0]), 0)
-    elif is_computed(instruction):
-        step = computing_step(instruction, slots)
-    else:
-        raise Unsupported("this instruction")
-    block.steps.append(step)
-    block.instructions.append(instruction)
+        return memory_step(instruction, slots)
+    if name in WARP_NAMES or name == "bar":
+        return warp_step(instruction, slots)
+    if name in _HINTS:
+        return nothing
+    if name == "createpolicy":
+        return setting(slots.register(instruction.operands[0]), 0)
+    if instruction.opcode == "cvta.to.global.u64":  # generic addresses of global memory are its own here (9.7.9.20)
+        return computing_step(replace(instruction, opcode="mov.b64"), slots)
+    if is_computed(instruction):
+        return computing_step(instruction, slots)
+    raise Unsupported("this instruction")
 
 
 def _end(block: BasicBlock, instruction: Instruction, module: Module, slots: Slots, number: dict[int, int]) -> None:

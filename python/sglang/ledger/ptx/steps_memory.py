@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang.ledger.ptx.machine import Machine
+from sglang.ledger.ptx.machine import Machine, unwritten
 from sglang.ledger.ptx.memory import BlockMemory
 from sglang.ledger.ptx.numbers import bf16_values
 from sglang.ledger.ptx.operands import PARAMETER_STEP, Slots
-from sglang.ledger.ptx.parser import Address, Instruction, Number, Operand, Register, Symbol
+from sglang.ledger.ptx.parser import Instruction, Number, Operand
 from sglang.ledger.ptx.problems import Hazard, Unsupported
 from sglang.ledger.ptx.steps_alu import Step
 from sglang.ledger.ptx.types import SIGNED, UNSIGNED, Array, Opcode, Type
@@ -32,7 +32,8 @@ def memory_step(instruction: Instruction, slots: Slots) -> Step:
     op.drop(*(h for h in _HINTS if "::" in h))
     op.take(*_ORDERS)
     op.take(*_SCOPES)
-    space = op.need("global", "shared", "shared::cta", "param", "local", "const").removesuffix("::cta")
+    named = op.take("global", "shared", "shared::cta", "param", "local", "const").removesuffix("::cta")
+    space = named or "global"  # a generic address, of which only those of global memory are known here
     op.take(*(h for h in _HINTS if "::" not in h))
     operands = list(instruction.operands)
     if cached:
@@ -53,41 +54,39 @@ def memory_step(instruction: Instruction, slots: Slots) -> Step:
 
 
 def _parameter(op: Opcode, operands: list[Operand], slots: Slots) -> Step:
+    """ld.param: a parameter, or a part of a struct, whose address may be in a register and differ between lanes."""
+    count = _COUNTS.get(op.take(*_COUNTS), 1)
     kind = op.type()
     op.end()
     target, address = operands
-    slot = slots.register(target)
-    widen = _widening(kind, slots.types[slot])
-    if isinstance(address, Address) and isinstance(address.base, Register) and not address.offset:
-        return _chosen_parameter(slots.source(address.base, 32), slot, widen)
-    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
-        raise Unsupported(f"a part of a parameter: {address}")
-    source = slots.parameters[address.base.name]
+    targets = [slots.register(item) for item in slots.items(target)]
+    if len(targets) != count:
+        raise Unsupported(f"ld.param of {len(targets)} registers")
+    base, offset = slots.address(address)
+    size, widen = kind.bits // 8, [_widening(kind, slots.types[slot]) for slot in targets]
 
-    def run(m: Machine) -> None:
-        value = m.registers[source]
+    def part(m: Machine, address: int) -> Array:
+        slot, first = divmod(address, PARAMETER_STEP)
+        value = m.registers[slot]
         assert value is not None
-        m.write(slot, widen(value))
-
-    return run
-
-
-def _chosen_parameter(base: int, slot: int, widen: Callable[[Array], Array]) -> Step:
-    """Returns the step that reads the parameter whose address is in a register."""
+        if slots.types[slot].kind == "struct":
+            return value[first : first + size].view(UNSIGNED[kind.bits])
+        if first or count > 1:
+            raise Unsupported("a part of a parameter")
+        return value
 
     def run(m: Machine) -> None:
         addresses = m.registers[base]
         assert addresses is not None
-        active = (
-            addresses if m.mask is None or addresses.size == 1 else np.where(m.mask, addresses, addresses[m.mask][0])
-        )
-        out: Array | None = None
-        for address in np.unique(active):
-            value = m.registers[int(address) // PARAMETER_STEP]
-            assert value is not None
-            out = value if out is None else np.where(active == address, value, out)
-        assert out is not None
-        m.write(slot, widen(out))
+        if m.mask is not None and addresses.size > 1:
+            addresses = np.where(m.mask, addresses, addresses[m.mask][0])
+        for i, (slot, wide) in enumerate(zip(targets, widen, strict=True)):
+            out: Array | None = None
+            for each in np.unique(addresses):
+                value = part(m, int(each) + offset + i * size)
+                out = value if out is None else np.where(addresses == each, value, out)
+            assert out is not None
+            m.write(slot, wide(out))
 
     return run
 
@@ -147,7 +146,7 @@ def _load(
             else:
                 old = m.registers[slot]
                 new = wide(x)
-                out = np.zeros(m.lanes, new.dtype) if old is None else np.array(m.full(old))
+                out = unwritten(m.lanes, new.dtype) if old is None else np.array(m.full(old))
                 out[lanes] = new
                 m.registers[slot] = out
 
@@ -171,7 +170,8 @@ def _store(
                 return
             values = [value[lanes] for value in values]
         if space == "global":
-            m.memory.store(addresses.astype(np.uint64, copy=False), values, size, hint)
+            blocks = m.block_of_lane if lanes is None else m.block_of_lane[lanes]
+            m.memory.store(addresses.astype(np.uint64, copy=False), values, size, hint, m.first_block + blocks)
         elif space == "shared":
             shared_write(m, lanes, addresses, values, size)
         elif space == "local":
@@ -182,15 +182,19 @@ def _store(
     return run
 
 
-def shared_read(m: Machine, lanes: Array | None, addresses: Array, size: int, count: int) -> list[Array]:
-    """Returns neighbouring elements of shared memory for each lane."""
+def shared_read(
+    m: Machine, lanes: Array | None, addresses: Array, size: int, count: int, by_warp: bool = False
+) -> list[Array]:
+    """Returns neighbouring elements of shared memory for each lane, or for its warp."""
     offsets = m.shared.offsets(addresses, lanes, size * count)
-    m.watch.read(offsets, size * count, m.all_lanes if lanes is None else lanes)
+    m.watch.read(offsets, size * count, m.all_lanes if lanes is None else lanes, by_warp)
     view, first = m.shared.views[size], offsets // size
     return [view[first + i] for i in range(count)]
 
 
-def shared_write(m: Machine, lanes: Array | None, addresses: Array, values: list[Array], size: int) -> None:
+def shared_write(
+    m: Machine, lanes: Array | None, addresses: Array, values: list[Array], size: int, by_warp: bool = False
+) -> None:
     """Writes neighbouring elements to shared memory for each lane. Of lanes that write another value to one place the
     outcome is undefined."""
     offsets = m.shared.offsets(addresses, lanes, size * len(values))
@@ -198,7 +202,7 @@ def shared_write(m: Machine, lanes: Array | None, addresses: Array, values: list
     view = m.shared.views[size]
     for i, value in enumerate(values):
         at = offsets // size + i
-        m.watch.write(offsets + i * size, size, who, view[at] != value)
+        m.watch.write(offsets + i * size, size, who, view[at] != value, by_warp=by_warp)
         view[at] = value
         lost = view[at] != value
         if lost.any():
@@ -287,7 +291,7 @@ def _atomic(op: Opcode, space: str, operands: list[Operand], slots: Slots, guard
                 view[at] = combine(before, values[0][i : i + 1])[0]
         if target is not None:
             previous = m.registers[target]
-            out = np.zeros(m.lanes, old.dtype) if previous is None else np.array(m.full(previous))
+            out = unwritten(m.lanes, old.dtype) if previous is None else np.array(m.full(previous))
             out[who] = old
             m.registers[target] = out
 

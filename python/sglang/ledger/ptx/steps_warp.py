@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang.ledger.ptx.machine import Machine
+from sglang.ledger.ptx.machine import Machine, unwritten
 from sglang.ledger.ptx.mma import multiply, product, scale_factors
 from sglang.ledger.ptx.operands import Slots
 from sglang.ledger.ptx.parser import Instruction, Number, Vector
@@ -174,27 +174,38 @@ def _row_addresses(m: Machine, slots_address: tuple[int, int], lanes: Array | No
 
 def _load_matrices(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
     """ldmatrix (9.7.14.5.15): 8 x 8 elements of 16 bits, or 16 x 16 of 8 bits, whose rows lanes have the addresses of.
-    A row of 8 elements goes to four lanes, two elements each."""
+    A row of 8 elements goes to four lanes, two elements each. 8 x 16 elements of 4 bits become bytes: a row is 8 bytes,
+    with 8 behind that are not used."""
     number, transposed = _matrices(op)
-    shape = op.need("m8n8", "m16n16")
-    op.need("b16" if shape == "m8n8" else "b8")
+    shape = op.need("m8n8", "m8n16", "m16n16")
+    if shape == "m8n16":
+        op.need("b8x16"), op.need("b4x16_p64")
+    else:
+        op.need("b16" if shape == "m8n8" else "b8")
     op.end()
+    if shape == "m8n16" and transposed:
+        raise Unsupported(op.text)
     if shape == "m16n16" and not transposed:
         raise Unsupported(op.text)
     target, address = instruction.operands
     assert isinstance(target, Vector)
     results = [slots.register(item) for item in target.items]
     place = slots.address(address)
-    rows = number * (8 if shape == "m8n8" else 16)
+    rows = number * (16 if shape == "m16n16" else 8)
 
     def run(m: Machine) -> None:
         lanes = whole_warps(m)
         addresses = _row_addresses(m, place, lanes, rows)
         warps = len(addresses)
         who = (m.all_lanes if lanes is None else lanes).reshape(-1, 32)[:, :rows].reshape(-1)
-        words = np.stack(shared_read(m, who, addresses.reshape(-1), 8, 2), axis=1)
+        if shape == "m8n16":
+            (packed,) = shared_read(m, who, addresses.reshape(-1), 8, 1, by_warp=True)
+            nibbles = np.ascontiguousarray(packed).view(np.uint8)
+            words = np.stack([nibbles & np.uint8(15), nibbles >> np.uint8(4)], axis=-1)
+        else:
+            words = np.stack(shared_read(m, who, addresses.reshape(-1), 8, 2, by_warp=True), axis=1)
         elements: Array
-        if shape == "m8n8":
+        if shape != "m16n16":
             elements = words.view(np.uint16).reshape(warps, number, 8, 8)
             if transposed:
                 elements = elements.transpose(0, 1, 3, 2)
@@ -215,7 +226,7 @@ def _scatter(m: Machine, slot: int, value: Array, lanes: Array | None) -> None:
         m.registers[slot] = value
         return
     old = m.registers[slot]
-    out = np.zeros(m.lanes, value.dtype) if old is None else np.array(m.full(old))
+    out = unwritten(m.lanes, value.dtype) if old is None else np.array(m.full(old))
     out[lanes] = value
     m.registers[slot] = out
 
@@ -242,7 +253,7 @@ def _store_matrices(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
             elements = np.ascontiguousarray(elements.transpose(0, 1, 3, 2))
         values = elements.view(np.uint64).reshape(warps * rows, 2)
         who = (m.all_lanes if lanes is None else lanes).reshape(-1, 32)[:, :rows].reshape(-1)
-        shared_write(m, who, addresses.reshape(-1), [values[:, 0], values[:, 1]], 8)
+        shared_write(m, who, addresses.reshape(-1), [values[:, 0], values[:, 1]], 8, by_warp=True)
 
     return run
 
@@ -267,7 +278,8 @@ def _mma(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
             byte, thread = (item.value if isinstance(item, Number) else -1 for item in selector.items)
             if byte < 0 or byte + form.scales > 4 or not 0 <= thread < (2 if which == "a" else 4):
                 raise Unsupported(f"{instruction.opcode} with the selector {{{byte}, {thread}}}")
-            factors.append((which, slots.source(data, 32), byte, thread))
+            (word,) = slots.items(data)
+            factors.append((which, slots.source(word, 32), byte, thread))
 
     def run(m: Machine) -> None:
         lanes = whole_warps(m)

@@ -20,7 +20,8 @@ SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """`kind`: b (bits), u, s (integers), f (IEEE), bf (bfloat16), p (predicates), x (packed or narrow formats)."""
+    """`kind`: b (bits), u, s (integers), f (IEEE), bf (bfloat16), p (predicates), x (packed or narrow formats),
+    struct (bytes of a parameter)."""
 
     name: str
     kind: str
@@ -50,6 +51,11 @@ def _types() -> dict[str, Type]:
 
 
 TYPES = _types()
+
+
+def bytes_type(size: int) -> Type:
+    """Returns the type of a parameter that is a struct."""
+    return Type("struct", "struct", 8 * size)
 
 
 class Opcode:
