@@ -1,0 +1,139 @@
+"""The rank's side: starts the process that compiles, and waits for it before the first launch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from sglang.srt.environ import envs
+from sglang.srt.hardware.numa import usable_cpus
+from sglang.srt.managers.compile_ahead.message import Job, Report, write_job
+from sglang.srt.plan.layout import asked_node
+from sglang.srt.plan.plan import Plan
+from sglang.srt.server_args import ServerArgs
+from sglang.version import __version__
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "sglang.srt.managers.compile_ahead")
+MAX_PROCESSES = 16
+WAIT_S = 60.0
+"""Seconds that a start waits for the process after the weights are read."""
+NOT_LAUNCHED = frozenset({"host", "port", "random_seed", "api_key", "admin_api_key"})
+"""Arguments that change nothing of what is launched, and may be others at each start."""
+
+
+@dataclass(slots=True)
+class CompileAhead:
+    """The running process. `done`: the file that says to later starts that nothing is left to compile."""
+
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    errors: IO[bytes]
+    done: Path
+
+    def wait(self, limit_s: float = WAIT_S) -> None:
+        """Waits until the process has ended, ends it at the limit, and logs what it did. Never raises for what went
+        wrong there: the kernels are compiled when they are launched."""
+        began = time.perf_counter()
+        try:
+            self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("Kernels were not all compiled %.0f s after reading weights; the start goes on", limit_s)
+            return
+        finally:
+            self.end()
+        self.output.seek(0)
+        try:
+            report = msgspec.json.decode(self.output.read(), type=Report)
+        except msgspec.DecodeError:
+            self.errors.seek(0)
+            last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            logger.warning("No kernels were compiled ahead: status %d, %s", self.process.returncode, last)
+            return
+        self._log(report, time.perf_counter() - began)
+        with suppress(OSError):  # of a cache that is full or read only
+            self.done.parent.mkdir(exist_ok=True)
+            self.done.touch()
+
+    def end(self) -> None:
+        """Ends the process and those that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @staticmethod
+    def _log(report: Report, waited: float) -> None:
+        known = f", found {report.known} in Triton's cache" if report.known else ""
+        logger.info(
+            "Compiled %d kernels in %.1f s beside reading weights%s; waited %.1f s for them",
+            report.compiled, report.seconds, known, waited,
+        )  # fmt: skip
+        if report.failed:
+            more = f" and {len(report.failed) - 1} more" if len(report.failed) > 1 else ""
+            logger.warning("Not compiled ahead: %s%s", report.failed[0][:500], more)
+        if report.problem:
+            logger.warning("Only some kernels were compiled ahead: %s", report.problem[:500])
+
+
+def compile_ahead(
+    args: ServerArgs, plan: Plan, rank: int, replicas: int, command: tuple[str, ...] = COMMAND
+) -> CompileAhead | None:
+    """Starts compiling what this rank will launch. None: there is nothing to do, because there is no GPU, a flag says
+    so, another rank of the machine does it, an equal start did it, or there are no free CPUs. replicas: engines on this
+    machine; command: replaced by tests."""
+    node, cpus = asked_node(args), usable_cpus()
+    count = min(MAX_PROCESSES, len(cpus) - len(node.ranks) * replicas)
+    if plan.device != "cuda" or args.disable_compile_ahead or envs.SGLANG_FORCE_ARCH is not None:
+        return None
+    if rank != min(node.ranks) or count < 2:
+        return None
+    try:
+        from triton import knobs
+
+        done = Path(knobs.cache.dir) / "sm120-sglang" / _digest(args, plan)
+        if done.exists():
+            return None
+        with tempfile.TemporaryFile() as job:
+            write_job(Job(args, plan, rank, frozenset(cpus), count), job)
+            job.seek(0)
+            output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+            # It computes nothing, so it needs no GPU, and takes no memory of it.
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            process = subprocess.Popen(
+                command, stdin=job, stdout=output, stderr=errors, env=environment, start_new_session=True
+            )
+    except Exception as error:  # no start fails for this
+        logger.warning("No kernels are compiled ahead: %s: %s", type(error).__name__, error)
+        return None
+    return CompileAhead(process, output, errors, done)
+
+
+def _digest(args: ServerArgs, plan: Plan) -> str:
+    """Returns the name of a start: what decides about its launches."""
+    options = {name: value for name, value in asdict(args).items() if name not in NOT_LAUNCHED}
+    chosen: list[Any] = [(op, choice.name) for op, choice in plan.choices.items()]
+    chosen += [(op, configs.describe()) for op, configs in plan.tile_configs.items()]
+    facts = [options, chosen, plan.arch.name, asdict(plan.ranks), __version__, _triton()]
+    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,95 @@
+"""Rehearses a rank's start: the model runner does all that it does then, on tensors without memory (`meta`), so that
+what it launches is known without a GPU and without weights.
+
+    with noted_launches("sm_120", note), unread_numbers():
+        RehearsedRunner(rehearsed(plan), load_format="dummy")      # takes seconds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang.srt.model_executor.draft_runner import DraftRunner
+from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
+from sglang.srt.plan.plan import Plan
+from sglang.srt.plan.stages import uncut_runs
+from sglang.srt.plan.weight_spec import Matrix
+
+
+def rehearsed(plan: Plan) -> Plan:
+    """Returns the plan on the device `meta`, without those layers that launch what others do."""
+    model = plan.description
+    kept = {layer for run in _runs_that_differ(plan) for layer in run}
+    kept |= {layer + 1 for layer in plan.aux_layers}  # whose input a draft reads
+    layers = (layer if i in kept else LayerSpec(ABSENT, ABSENT, layer.residual) for i, layer in enumerate(model.layers))
+    draft = plan.draft
+    if draft is not None:
+        draft = replace(draft, config=replace(draft.config, dummy=True))
+    return replace(plan, device="meta", description=replace(model, layers=tuple(layers)), draft=draft)
+
+
+def _runs_that_differ(plan: Plan) -> Iterator[range]:
+    """Yields the layers of each kind behind each other kind, as what a norm computes depends on the layer before. A
+    class of transformers has them all: its code is not ours to cut."""
+    model, before, seen = plan.description, None, set()
+    for run in uncut_runs(model):
+        kind = tuple(
+            (model.layers[i], *(model.quant_of(i, part) for part in plan.weights.layers[i] if isinstance(part, Matrix)))
+            for i in run
+        )
+        if (before, kind) not in seen or model.transformers_class is not None:
+            yield run
+        seen.add((before, kind))
+        before = kind
+
+
+class RehearsedRunner(ModelRunner):
+    """A model runner whose graphs are computed once and not captured."""
+
+    def _captured(
+        self, sizes: GraphSizes, keeps_hidden: bool, drafts: DraftRunner | None, graphs_prompts: bool
+    ) -> GraphRunner:
+        return GraphRunner(self.state, sizes, keeps_hidden, drafts, graphs_prompts, capture_step=_Computed)
+
+
+class _Computed:
+    """Stands for the graph of a step."""
+
+    def __init__(self, step: Callable[[], object], pool: Any = None, producer: Callable[[], object] | None = None):
+        step()
+
+    def pool(self) -> Any:
+        return None
+
+    def replay(self) -> None: ...
+
+
+@contextmanager
+def unread_numbers() -> Iterator[None]:
+    """Gives 1 for each number that is read back in the block from a tensor without memory. Where a start compares
+    results, they are then equal, finite and true."""
+    with torch.inference_mode(), _Ones():
+        yield
+
+
+class _Ones(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        if func.overloadpacket in (aten.item, aten.is_nonzero, aten.to):  # which inference mode does not take apart
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype).item()
+        if func is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0].fill_(1)
+        return func(*args, **kwargs)
