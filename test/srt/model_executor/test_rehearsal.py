@@ -1,5 +1,5 @@
-"""A rehearsal launches what the start itself does, of which tensors have memory and numbers: a start on CPU tensors that
-passes for one on a GPU."""
+"""A rehearsal launches what the start itself does, whose tensors have memory and numbers: here a start on CPU tensors,
+which passes for one on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ pytest.importorskip("triton")
 import sglang
 from sglang.ledger.launch_form import Form, Launches, recording
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.managers.scheduler.scheduler_setup import runner_options
 from sglang.srt.model_executor import canary, graph_runner
@@ -28,7 +27,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.rehearsal import RehearsedRunner, rehearsed, unread_numbers
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
-from srt.models.harness import save_tiny
 
 TINY = Path(sglang.__file__).parent / "embedded" / "tiny"
 SMALL = {

@@ -46,7 +46,7 @@ def noted_launches(arch: str, note: Note) -> Iterator[None]:
         noted.append((kernels, key))
         return True  # nothing is compiled, and so nothing launched
 
-    with as_on_gpu(arch), _addresses():
+    with as_on_gpu(arch), meta_addresses():
         before = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = hook  # type: ignore[assignment]
         try:
@@ -89,7 +89,7 @@ def as_on_gpu(arch: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _addresses() -> Iterator[None]:
+def meta_addresses() -> Iterator[None]:
     """Gives meta tensors distinct addresses instead of 0: launchers compare addresses, and Triton checks their
     alignment."""
     import torch

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.hardware.numa import usable_cpus
 from sglang.srt.managers.compile_ahead.message import Job, Report, write_job
@@ -66,8 +68,7 @@ class CompileAhead:
             logger.warning("No kernels were compiled ahead: status %d, %s", self.process.returncode, last)
             return
         self._log(report, time.perf_counter() - began)
-        with suppress(OSError):  # of a cache that is full or read only
-            self.done.parent.mkdir(exist_ok=True)
+        with suppress(OSError):  # of a full disk
             self.done.touch()
 
     def end(self) -> None:
@@ -90,6 +91,19 @@ class CompileAhead:
             logger.warning("Only some kernels were compiled ahead: %s", report.problem[:500])
 
 
+def compiling_beside(args: ServerArgs, plan: Plan, rank: int, replicas: int) -> Callable[[], None]:
+    """Starts compiling what the ranks will launch, as `compile_ahead` does. Returns what each rank calls before its
+    first launch. A collective: the other ranks launch what one has waited for."""
+    compiling = compile_ahead(args, plan, rank, replicas)
+
+    def wait() -> None:
+        if compiling is not None:
+            compiling.wait()
+        parallel_state.wait_for_all_ranks()
+
+    return wait
+
+
 def compile_ahead(
     args: ServerArgs, plan: Plan, rank: int, replicas: int, command: tuple[str, ...] = COMMAND
 ) -> CompileAhead | None:
@@ -108,10 +122,11 @@ def compile_ahead(
         done = Path(knobs.cache.dir) / "sm120-sglang" / _digest(args, plan)
         if done.exists():
             return None
+        done.parent.mkdir(parents=True, exist_ok=True)  # fails where Triton's cache cannot be written
         with tempfile.TemporaryFile() as job:
             write_job(Job(args, plan, rank, frozenset(cpus), count), job)
             job.seek(0)
-            output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+            output, errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
             # It computes nothing, so it needs no GPU, and takes no memory of it.
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
             process = subprocess.Popen(
