@@ -10,8 +10,8 @@ then both again in the caches that these left. For each the seconds to the first
     launched without, and not compiled ahead: 1: extend_kernel
 
 Random weights take no time to read, so a rank waits for its kernels more than it would with a checkpoint, which
-`--model-path` names. Ends with FAILED where a warm start with compiling ahead takes a second longer than one without, or where
-fewer than nine of ten launched kernels were compiled ahead.
+`--model-path` names. Ends with FAILED where a warm start with compiling ahead takes a second longer than one without,
+or where fewer than nine of ten launched kernels were compiled ahead.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ which passes for one on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 import sglang
 from sglang.ledger.launch_form import Form, Launches, recording
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.managers.scheduler.scheduler_setup import runner_options
 from sglang.srt.model_executor import canary, graph_runner
@@ -27,6 +28,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.rehearsal import RehearsedRunner, rehearsed, unread_numbers
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
+from srt.kernels.published import config_files
 
 TINY = Path(sglang.__file__).parent / "embedded" / "tiny"
 SMALL = {
@@ -40,10 +42,12 @@ SMALL = {
 }
 
 
-def planned(folder: Path, card: str = "rtx-pro-6000-server", **flags: Any) -> tuple[ServerArgs, Plan]:
+def planned(folder: Path, packages: Sequence[str] = (), **flags: Any) -> tuple[ServerArgs, Plan]:
+    """The plan for an SM120 with Triton and other packages."""
     args = ServerArgs.from_kwargs(**{"model_path": str(folder), **SMALL, **flags})
     config = ModelConfig.from_server_args(args)
-    return args, make_plan(args, config, arch_by_name(card), 90 << 30, frozenset({"triton"}))
+    arch = arch_by_name("rtx-pro-6000-server")
+    return args, make_plan(args, config, arch, 90 << 30, frozenset({"triton", *packages}))
 
 
 def forms_of_rehearsal(args: ServerArgs, plan: Plan) -> Launches:
@@ -114,3 +118,43 @@ def test_it_launches_what_a_start_does() -> None:
     assert len(of_start) > 30
     assert not of_start - of_rehearsal, named(of_start - of_rehearsal)
     assert not of_rehearsal - of_start, named(of_rehearsal - of_start)
+
+
+@pytest.mark.parametrize(
+    ("flags", "op"),
+    [({"attention_backend": "flashinfer"}, "extend_attention"), ({"context_length": 8192}, "long_prompt_attention")],
+    ids=["all attention", "long prompts"],
+)
+def test_libraries_are_left_out(flags: dict[str, Any], op: str) -> None:
+    """Their kernels need a GPU to be set up; those of Triton beside them are known nevertheless."""
+    folder = config_files()["Qwen3-0.6B"].parent
+    args, plan = planned(folder, ("flashinfer",), **flags)
+    assert any(choice.spec.package == "flashinfer" for choice in plan.choices.values() if choice.need.op == op)
+    found = {form.kernel for form in forms_of_rehearsal(args, plan)}
+    assert {"extend_attention.extend_kernel", "decode_attention.decode_kernel", "norm.rmsnorm_kernel"} <= found
+
+
+def test_equal_layers_are_computed_once() -> None:
+    """A layer of each kind, and one behind each kind; those that a draft reads stay."""
+    _, plan = planned(TINY)
+    assert [i for i, layer in enumerate(rehearsed(plan).description.layers) if not layer.on_other_stage] == [0, 1, 2]
+    read = replace(plan, aux_layers=(3,))
+    assert [i for i, layer in enumerate(rehearsed(read).description.layers) if not layer.on_other_stage] == [0, 1, 2, 4]
+
+
+def test_kernels_are_waited_for_before_the_first_launch() -> None:
+    args, plan = planned(TINY)
+    small, launched = rehearsed(plan), []
+    with recording("sm_120") as launches, unread_numbers():
+        options = runner_options(args, small)
+        RehearsedRunner(small, **options, before_launches=lambda: launched.append(len(launches)))
+    assert launched == [0] and launches
+
+
+def test_a_rank_of_several_is_rehearsed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of ranks that do not exist give what has the right shape."""
+    monkeypatch.setattr(parallel_state, "_state", parallel_state._state)  # put back afterwards
+    args, plan = planned(TINY, tp_size=2, attn_dp_size=2)
+    parallel_state.rehearse(plan.ranks, 1)
+    assert parallel_state.num_ranks() == 1 and parallel_state.groups().dp.size == 2
+    assert len(forms_of_rehearsal(args, plan)) > 30

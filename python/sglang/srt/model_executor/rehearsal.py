@@ -15,17 +15,23 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang.srt.kernels.ledger_file import Ledger
+from sglang.srt.kernels.resolve import resolve
+from sglang.srt.kernels.spec import Choice, NoKernel
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.kernel_choice import LONG_OPS
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
 from sglang.srt.plan.plan import Plan
 from sglang.srt.plan.stages import uncut_runs
+from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.plan.weight_spec import Matrix
 
 
 def rehearsed(plan: Plan) -> Plan:
-    """Returns the plan on the device `meta`, without those layers that launch what others do."""
+    """Returns the plan on the device `meta`, without those layers that launch what others do, and without libraries,
+    whose kernels are compiled already."""
     model = plan.description
     kept = {layer for run in _runs_that_differ(plan) for layer in run}
     kept |= {layer + 1 for layer in plan.aux_layers}  # whose input a draft reads
@@ -33,7 +39,27 @@ def rehearsed(plan: Plan) -> Plan:
     draft = plan.draft
     if draft is not None:
         draft = replace(draft, config=replace(draft.config, dummy=True))
-    return replace(plan, device="meta", description=replace(model, layers=tuple(layers)), draft=draft)
+    choices = dict(_without_libraries(plan))
+    others = (choice for key, choice in choices.items() if choice is not plan.choices[key])
+    tile_configs = {**plan.tile_configs, **make_tile_configs(others, plan.arch)}
+    description = replace(model, layers=tuple(layers))
+    return replace(
+        plan, device="meta", description=description, draft=draft, choices=choices, tile_configs=tile_configs
+    )
+
+
+def _without_libraries(plan: Plan) -> Iterator[tuple[str, Choice]]:
+    """Yields the kernels by need: in the place of a library's the first one that serves without it, if there is one.
+    Long prompts have a kernel of their own only with a library."""
+    ledger = Ledger.load()
+    for key, choice in plan.choices.items():
+        if choice.spec.package in (None, "triton"):
+            yield key, choice
+        elif choice.need.op not in LONG_OPS.values():
+            try:
+                yield key, resolve(choice.need, plan.arch, ledger, frozenset({"triton"}))
+            except NoKernel:
+                yield key, choice
 
 
 def _runs_that_differ(plan: Plan) -> Iterator[range]:
