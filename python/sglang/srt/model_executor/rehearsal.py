@@ -65,7 +65,8 @@ def _without_libraries(plan: Plan) -> Iterator[tuple[str, Choice]]:
 def _runs_that_differ(plan: Plan) -> Iterator[range]:
     """Yields the layers of each kind behind each other kind, as what a norm computes depends on the layer before. A
     class of transformers has them all: its code is not ours to cut."""
-    model, before, seen = plan.description, None, set()
+    model, seen = plan.description, set[object]()
+    before: object = None
     for run in uncut_runs(model):
         kind = tuple(
             (model.layers[i], *(model.quant_of(i, part) for part in plan.weights.layers[i] if isinstance(part, Matrix)))

@@ -1,4 +1,5 @@
-"""Rehearses a start and compiles what it launches: reads a `Job`, writes a `Report`. It uses no GPU."""
+"""Rehearses a start and compiles what it launches: receives a `Job` and sends a `Report`, through the pipe whose number
+it is given. It uses no GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -15,7 +17,7 @@ from triton import knobs
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.kernels.noted_launches import NotLaunched, noted_launches
-from sglang.srt.managers.compile_ahead.message import Job, Report, read_job
+from sglang.srt.managers.compile_ahead.message import Job, Report
 from sglang.srt.managers.compile_ahead.workers import Form, Workers
 from sglang.srt.managers.scheduler.scheduler_setup import runner_options
 from sglang.srt.model_executor.canary import check_steps
@@ -60,14 +62,15 @@ def rehearse(job: Job, arch: str, workers: Workers) -> None:
 
 
 def main() -> None:
-    """Runs the job of the standard input."""
+    """Runs the job that comes through the pipe."""
     die_with_parent()
     name_process("compile_ahead")
     os.nice(NICENESS)
     logging.disable()  # the rank says all that once more
-    job = read_job(sys.stdin.buffer)
+    pipe = Connection(int(sys.argv[1]))
+    job: Job = pipe.recv()
     os.sched_setaffinity(0, job.cpus)
-    sys.stdout.buffer.write(msgspec.json.encode(run(job)))
+    pipe.send_bytes(msgspec.json.encode(run(job)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What the process that compiles gets, and its answer. Kernels travel by their places in the tables, as the conditions
-of a table's row are functions."""
+"""What the process that compiles gets from the one that starts it, and its answer. Kernels travel by their places in
+the tables, as the conditions of a table's row are functions."""
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from multiprocessing.reduction import ForkingPickler
 
 import msgspec
 
@@ -37,25 +37,14 @@ class Report(msgspec.Struct):
     problem: str = ""
 
 
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
-        if not isinstance(obj, KernelSpec):
-            return None
-        return next((op, i) for op, table in TABLES.items() for i, spec in enumerate(table) if spec is obj)
+def _in_table(spec: KernelSpec) -> tuple[Callable[[str, int], KernelSpec], tuple[str, int]]:
+    """Returns how a kernel travels: as its place in the tables. Raises StopIteration for one that is in none."""
+    place = next((op, i) for op, table in TABLES.items() for i, row in enumerate(table) if row is spec)
+    return _row, place
 
 
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, pid: Any) -> KernelSpec:
-        op, i = pid
-        return TABLES[op][i]
+def _row(op: str, place: int) -> KernelSpec:
+    return TABLES[op][place]
 
 
-def write_job(job: Job, file: IO[bytes]) -> None:
-    """Writes a job for a process of the same program. Raises StopIteration for a kernel that is in no table."""
-    _Pickler(file).dump(job)
-
-
-def read_job(file: IO[bytes]) -> Job:
-    """Reads a job of the process that started this one."""
-    job: Job = _Unpickler(file).load()
-    return job
+ForkingPickler.register(KernelSpec, _in_table)

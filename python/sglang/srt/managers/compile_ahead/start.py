@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +25,7 @@ import msgspec
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.hardware.numa import usable_cpus
-from sglang.srt.managers.compile_ahead.message import Job, Report, write_job
+from sglang.srt.managers.compile_ahead.message import Job, Report
 from sglang.srt.plan.layout import asked_node
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
@@ -44,29 +46,27 @@ class CompileAhead:
     """The running process. `done`: the file that says to later starts that nothing is left to compile."""
 
     process: subprocess.Popen[bytes]
-    output: IO[bytes]
+    pipe: Connection
     errors: IO[bytes]
     done: Path
 
     def wait(self, limit_s: float = WAIT_S) -> None:
         """Waits until the process has ended, ends it at the limit, and logs what it did. Never raises for what went
         wrong there: the kernels are compiled when they are launched."""
-        began = time.perf_counter()
-        try:
-            self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
+        began, answer = time.perf_counter(), b""
+        if not self.pipe.poll(limit_s):
+            self.end()
             logger.warning("Kernels were not all compiled %.0f s after reading weights; the start goes on", limit_s)
             return
-        finally:
-            self.end()
-        self.output.seek(0)
-        try:
-            report = msgspec.json.decode(self.output.read(), type=Report)
-        except msgspec.DecodeError:
+        with suppress(EOFError, OSError):  # the process is gone
+            answer = self.pipe.recv_bytes()
+        self.end()
+        if not answer:
             self.errors.seek(0)
             last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-            logger.warning("No kernels were compiled ahead: status %d, %s", self.process.returncode, last)
+            logger.warning("No kernels were compiled ahead: %s", last)
             return
+        report = msgspec.json.decode(answer, type=Report)
         self._log(report, time.perf_counter() - began)
         with suppress(OSError):  # of a full disk
             self.done.touch()
@@ -123,19 +123,30 @@ def compile_ahead(
         if done.exists():
             return None
         done.parent.mkdir(parents=True, exist_ok=True)  # fails where Triton's cache cannot be written
-        with tempfile.TemporaryFile() as job:
-            write_job(Job(args, plan, rank, frozenset(cpus), count), job)
-            job.seek(0)
-            output, errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        ours, theirs = Pipe()
+        with theirs:
             # It computes nothing, so it needs no GPU, and takes no memory of it.
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
             process = subprocess.Popen(
-                command, stdin=job, stdout=output, stderr=errors, env=environment, start_new_session=True
+                (*command, str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,
             )
+        compiling = CompileAhead(process, ours, errors, done)
+        try:
+            ours.send(Job(args, plan, rank, cpus, count))
+        except BaseException:
+            compiling.end()
+            raise
     except Exception as error:  # no start fails for this
         logger.warning("No kernels are compiled ahead: %s: %s", type(error).__name__, error)
         return None
-    return CompileAhead(process, output, errors, done)
+    return compiling
 
 
 def _digest(args: ServerArgs, plan: Plan) -> str:

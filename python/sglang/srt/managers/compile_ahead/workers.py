@@ -75,8 +75,8 @@ def compile_form(form: Form, arch: str) -> bool:
     import triton
     from triton.compiler import ASTSource
 
-    found: list[bool] = []
-    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     source = ASTSource(resolve_name(form.kernel), form.signature, form.constants, form.attributes)
     triton.compile(source, target=gpu_target(arch), options=form.options)
-    return found[0]
+    return hits[0]
