@@ -154,7 +154,21 @@ def test_kernels_are_waited_for_before_the_first_launch() -> None:
 def test_a_rank_of_several_is_rehearsed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives of ranks that do not exist give what has the right shape."""
     monkeypatch.setattr(parallel_state, "_state", parallel_state._state)  # put back afterwards
-    args, plan = planned(TINY, tp_size=2, attn_dp_size=2)
+    args, plan = planned(TINY, tp_size=2, attn_dp_size=2, enable_quantized_all_reduce="prefill")
     parallel_state.rehearse(plan.ranks, 1)
     assert parallel_state.num_ranks() == 1 and parallel_state.groups().dp.size == 2
     assert len(forms_of_rehearsal(args, plan)) > 30
+
+
+def test_numbers_that_decide_about_shapes_are_ones() -> None:
+    with unread_numbers():
+        x = torch.empty(3, 4, dtype=torch.int64, device="meta")
+        assert x.nonzero().shape == (12, 2) and x.is_meta
+        assert x.flatten().unique_consecutive().shape == (1,)
+        assert int(x.sum()) == 1 and x[0].tolist() == [1, 1, 1, 1] and bool((x == 0).all())
+
+
+def test_adapters_are_rehearsed() -> None:
+    args, plan = planned(TINY, enable_lora=True, max_lora_rank=16, lora_target_modules=["all"])
+    found = {form.kernel for form in forms_of_rehearsal(args, plan)}
+    assert any(kernel.startswith("adapters.") for kernel in found), found

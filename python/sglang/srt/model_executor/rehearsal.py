@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
@@ -44,7 +45,13 @@ def rehearsed(plan: Plan) -> Plan:
     tile_configs = {**plan.tile_configs, **make_tile_configs(others, plan.arch)}
     description = replace(model, layers=tuple(layers))
     return replace(
-        plan, device="meta", description=description, draft=draft, choices=choices, tile_configs=tile_configs
+        plan,
+        device="meta",
+        description=description,
+        draft=draft,
+        choices=choices,
+        tile_configs=tile_configs,
+        quantized_sums=None,  # which need the other ranks
     )
 
 
@@ -119,4 +126,8 @@ class _Ones(TorchDispatchMode):
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0].fill_(1)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:  # the numbers decide about the shape of the result
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: torch.ones_like(x, device="cpu"), (args, kwargs))
+            return tree_map_only(torch.Tensor, lambda x: x.to("meta"), func(*args, **kwargs))

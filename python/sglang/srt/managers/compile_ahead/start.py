@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 import msgspec
@@ -123,6 +125,7 @@ def compile_ahead(
         if done.exists():
             return None
         done.parent.mkdir(parents=True, exist_ok=True)  # fails where Triton's cache cannot be written
+        job = ForkingPickler.dumps(Job(args, plan, rank, cpus, count))
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = Pipe()
         with theirs:
@@ -138,15 +141,16 @@ def compile_ahead(
                 start_new_session=True,
             )
         compiling = CompileAhead(process, ours, errors, done)
-        try:
-            ours.send(Job(args, plan, rank, cpus, count))
-        except BaseException:
-            compiling.end()
-            raise
+        Thread(target=_send, args=(ours, job), name="compile-ahead", daemon=True).start()  # the pipe may be full
     except Exception as error:  # no start fails for this
         logger.warning("No kernels are compiled ahead: %s: %s", type(error).__name__, error)
         return None
     return compiling
+
+
+def _send(pipe: Connection, job: memoryview) -> None:
+    with suppress(OSError):  # the process is gone, which `wait` says
+        pipe.send_bytes(job)
 
 
 def _digest(args: ServerArgs, plan: Plan) -> str:
