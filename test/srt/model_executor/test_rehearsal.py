@@ -4,7 +4,7 @@ which passes for one on a GPU."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from sglang.ledger.launch_form import Form, Launches, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.managers.scheduler.scheduler_setup import runner_options
 from sglang.srt.model_executor import canary, graph_runner
 from sglang.srt.model_executor.canary import check_steps
@@ -55,6 +56,14 @@ SMALL = {
     "context_length": 512,
     "random_seed": 1,
 }
+
+
+@pytest.fixture(autouse=True)
+def launches_of_other_tests() -> Iterator[None]:
+    """Whether kernels start early is a state of the process, which a model runner sets."""
+    before = pdl.options()
+    yield
+    pdl.enable("launch_pdl" in before)
 
 
 def planned(folder: Path, packages: Sequence[str] = (), **flags: Any) -> tuple[ServerArgs, Plan]:

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 from triton.runtime.cache import FileCacheManager
 
 from sglang.srt.kernels.noted_launches import NotLaunched, noted_launches
+from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.managers.compile_ahead import start
 from sglang.srt.managers.compile_ahead.message import Job, Report
 from sglang.srt.managers.compile_ahead.workers import Form, Workers
@@ -27,8 +29,10 @@ from srt.model_executor.test_rehearsal import TINY, planned
 
 
 @pytest.fixture
-def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Form]:
-    """Those of `launches.launch_two`; the cache is empty."""
+def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
+    """Those of `launches.launch_two`, as a new process launches them; the cache is empty."""
+    before = pdl.options()
+    pdl.enable(False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     noted: list[Form] = []
 
@@ -39,7 +43,8 @@ def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Form]:
     with noted_launches(launches.ARCH, note):
         launches.launch_two()
     assert len(noted) == 2
-    return noted
+    yield noted
+    pdl.enable("launch_pdl" in before)
 
 
 def compiled(forms: list[Form]) -> Report:
