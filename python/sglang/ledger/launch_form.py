@@ -11,13 +11,13 @@ numbers are multiples of 16 and which numbers are 1. Two launches of one form ru
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.ledger.variant import Variant
 from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.noted_launches import NotLaunched, noted_launches
 from sglang.srt.kernels.spec import Tile
 
 
@@ -116,35 +116,15 @@ def named(op: str, *pieces: str, tile: Tile | None = None, default: bool = True)
 
 @contextlib.contextmanager
 def recording(arch: str) -> Iterator[Launches]:
-    """Records Triton's launches in the block, as on `arch` ("sm_120"), without making them. Tensors may be meta
-    tensors: they get addresses of their own, storages at multiples of 256."""
-    import triton
-
+    """Records Triton's launches in the block, as on `arch` ("sm_120"), without making them, as `noted_launches`
+    does."""
     forms: Launches = {}
-    noted: list[tuple[dict[str, Any], str]] = []
-
-    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        kernels = fn.jit_function.device_caches[arch][0]
-        kernels[key] = _Noted(forms.setdefault(form_of(fn.jit_function, compile), set()))
-        noted.append((kernels, key))
-        return True  # nothing is compiled, and so nothing launched
-
-    with _driver_of(arch), _addresses():
-        before = triton.knobs.runtime.jit_cache_hook
-        triton.knobs.runtime.jit_cache_hook = note  # type: ignore[assignment]
-        try:
-            yield forms
-        finally:
-            triton.knobs.runtime.jit_cache_hook = before
-            for kernels, key in noted:
-                del kernels[key]
+    with noted_launches(arch, lambda fn, compile: _Noted(forms.setdefault(form_of(fn, compile), set()))):
+        yield forms
 
 
-class _Noted:
-    """Stands for the compiled kernel of a recorded form in later launches; without it Triton would derive the form
-    again each time."""
-
-    function = packed_metadata = None
+class _Noted(NotLaunched):
+    """Stands for the compiled kernel of a recorded form, and collects the names of its launches."""
 
     def __init__(self, names: set[RowName]) -> None:
         self.names = names
@@ -152,57 +132,3 @@ class _Noted:
 
     def launch_metadata(self, *launch: Any) -> None:
         self.names.add(_names[-1])
-
-    @staticmethod
-    def run(*launch: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def _driver_of(arch: str) -> Iterator[None]:
-    """Makes Triton believe in a GPU of this architecture. Kernels that met another one forget it before, and this one
-    afterwards."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    class Driver:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-
-        def get_current_device(self) -> str:
-            return arch  # what kernels remember their binders by
-
-        def get_current_stream(self, device: Any = None) -> int:
-            return 0
-
-    before = triton.runtime.driver._active
-    triton.runtime.driver.set_active(Driver())  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        triton.runtime.driver._active = before
-
-
-@contextlib.contextmanager
-def _addresses() -> Iterator[None]:
-    """Gives meta tensors distinct addresses instead of 0: launchers compare addresses, and Triton checks their
-    alignment."""
-    import torch
-
-    original = torch.Tensor.data_ptr
-    places: dict[int, tuple[int, Any]] = {}
-    numbers = itertools.count(1)
-
-    def data_ptr(tensor: torch.Tensor) -> int:
-        if not tensor.is_meta:
-            return original(tensor)
-        storage = tensor.untyped_storage()
-        known = places.get(storage._cdata)
-        if known is None:  # keeps the storage, so that its id is not reused
-            known = places[storage._cdata] = next(numbers) << 40, storage
-        return known[0] + int(tensor.storage_offset()) * tensor.element_size()
-
-    torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.data_ptr = original  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ def test_triton_calls_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     """A kernel compiled for sm_120 without a GPU."""
     import triton.language as tl
 
-    from sglang.ledger.launch_form import _driver_of
+    from sglang.srt.kernels.noted_launches import as_on_gpu
 
     @triton.jit
     def add_one(pointer, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -55,7 +55,7 @@ def test_triton_calls_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
     monkeypatch.setattr(late_compiles, "COMPILED_S", 0.0)
     watch = late_compiles.watch()
-    with _driver_of("sm_120"):
+    with as_on_gpu("sm_120"):
         add_one.warmup(triton.MockTensor(tl.float32), 100, BLOCK=128, grid=(1,))
     assert watch is not None
     assert [name.rpartition(".")[2] for name, _ in watch.kernels] == ["add_one"]

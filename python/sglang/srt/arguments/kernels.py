@@ -83,6 +83,12 @@ class KernelArgs:
     grammar_backend: str | None = option(
         None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
     )
+    disable_compile_ahead: bool = option(
+        False,
+        KERNELS,
+        "Compile each Triton kernel when it is first launched, not all in parallel processes while the weights are "
+        "read.",
+    )
     cuda_graph_max_bs: int | None = option(
         None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1
     )

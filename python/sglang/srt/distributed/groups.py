@@ -307,24 +307,25 @@ def groups_of(
     context_group: dist.ProcessGroup | None = None,
     attention_group: dist.ProcessGroup | None = None,
     requests_group: dist.ProcessGroup | None = None,
+    kind: type[Group] = Group,
 ) -> Groups:
     """Returns the groups of one rank. Process groups: `process_group` of its stage, `stages_group` and `tokens_group`
     of ranks with its place in all stages, `context_group` of its DCP ranks, `attention_group` of ranks that share
     heads, `requests_group` of ranks with its place in the attention groups; without them the groups cannot
-    communicate."""
+    communicate, unless they are of a `kind` that need not."""
     tp_rank = ranks.tp_rank(rank)
-    everyone = attention = Group(tp_rank, ranks.tp_size, process_group)
+    everyone = attention = kind(tp_rank, ranks.tp_size, process_group)
     if ranks.attn_dp_size > 1:
-        attention = Group(ranks.attn_tp_rank(tp_rank), ranks.attn_tp_size, attention_group)
+        attention = kind(ranks.attn_tp_rank(tp_rank), ranks.attn_tp_size, attention_group)
     return Groups(
         tp=everyone,
         vocabulary=attention if ranks.dp_lm_head else everyone,
         attention=attention,
-        dp=Group(ranks.attn_dp_rank(tp_rank), ranks.attn_dp_size, requests_group),
+        dp=kind(ranks.attn_dp_rank(tp_rank), ranks.attn_dp_size, requests_group),
         experts=everyone,
-        ep=Group(ranks.ep_rank(tp_rank), ranks.ep_size),
-        expert_tp=Group(ranks.expert_tp_rank(tp_rank), ranks.expert_tp_size),
-        pp=Group(ranks.stage(rank), ranks.pp_size, stages_group),
-        pp_tokens=Group(ranks.stage(rank), ranks.pp_size, tokens_group),
-        context=Group(ranks.context_rank(tp_rank), ranks.dcp_size, context_group),
+        ep=kind(ranks.ep_rank(tp_rank), ranks.ep_size),
+        expert_tp=kind(ranks.expert_tp_rank(tp_rank), ranks.expert_tp_size),
+        pp=kind(ranks.stage(rank), ranks.pp_size, stages_group),
+        pp_tokens=kind(ranks.stage(rank), ranks.pp_size, tokens_group),
+        context=kind(ranks.context_rank(tp_rank), ranks.dcp_size, context_group),
     )

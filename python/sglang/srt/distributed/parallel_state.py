@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from sglang.srt.distributed.groups import Groups, groups_of
 from sglang.srt.distributed.rendezvous import open_store, wait_for_ranks
+from sglang.srt.distributed.silent_groups import SilentGroup
 from sglang.srt.environ import envs
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 
@@ -138,6 +139,13 @@ def shutdown() -> None:
     if _state is not _ONE_PROCESS:
         dist.destroy_process_group()
         _state = _ONE_PROCESS
+
+
+def rehearse(ranks: RankLayout, rank: int) -> None:
+    """Takes the part of one rank from now on, though there are no others: collectives return what has the right
+    shape."""
+    global _state
+    _state = _State(groups_of(ranks, rank, kind=SilentGroup), None)
 
 
 def groups() -> Groups:

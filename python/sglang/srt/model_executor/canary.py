@@ -55,7 +55,7 @@ def check_runner(runner: ModelRunner) -> None:
     started = time.perf_counter()
     with torch.inference_mode():
         _check_all_reduce(runner)
-        minimum = _Canary(runner).check()
+    minimum = check_steps(runner)
     seconds = time.perf_counter() - started
     graphs = runner.graphs is not None
     what = "decoding and graphs agree" if graphs else "decoding agrees"
@@ -63,6 +63,12 @@ def check_runner(runner: ModelRunner) -> None:
     logger.info(
         "Start-up canary: %s with computing prompts whole%s (cosine %.4f), %.2f s.", what, without, minimum, seconds
     )
+
+
+def check_steps(runner: ModelRunner) -> float:
+    """Compares every kind of step as `check_runner` does, and returns the smallest agreement. Raises UserError."""
+    with torch.inference_mode():
+        return _Canary(runner).check()
 
 
 def first_logits(runner: ModelRunner) -> torch.Tensor:

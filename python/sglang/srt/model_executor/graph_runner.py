@@ -100,10 +100,12 @@ class GraphRunner:
         drafts: DraftRunner | None = None,
         drafts_in_graphs: bool = True,
         pool: Any = None,
+        capture_step: Callable[..., Any] | None = None,
     ) -> None:
         """keeps_hidden: steps without prompts also return their hidden states. drafts_in_graphs False: the work after
         sampling is launched kernel by kernel, on the padded rows of the graph. pool: the memory pool of the graphs, one
-        of their own for None."""
+        of their own for None. capture_step: what takes the place of `capture` in a rehearsal."""
+        self._capture_step = capture_step or capture
         self.state, self.sizes, self.drafts = state, sizes, drafts
         self.num_windows = state.num_tables - 1
         self.groups = parallel_state.groups()
@@ -275,7 +277,7 @@ class GraphRunner:
         arrays.load(**self._all_rows(shape), **(_one_prompt(shape) if shape.has_prompts else {}))
         # Attention builders share buffers between graphs: fill them for this shape.
         self._refresh(self.state.batch(arrays, shape).decode, np.empty(0, np.int32))
-        self.graphs[shape] = capture(partial(self._compute, shape), pool)
+        self.graphs[shape] = self._capture_step(partial(self._compute, shape), pool)
 
     def _compute(self, shape: StepShape) -> None:
         """Computes a step into static outputs, under capture."""
@@ -322,7 +324,7 @@ class GraphRunner:
         def compute() -> None:
             self._accepted[shape] = drafts.accept(shape, self.outputs[shape], tokens, in_graph)
 
-        launch = capture(compute, pool, self.graphs[shape].replay).replay if in_graph else compute
+        launch = self._capture_step(compute, pool, self.graphs[shape].replay).replay if in_graph else compute
 
         def accept(sampled: torch.Tensor) -> AcceptResult:
             tokens[: len(sampled)] = sampled

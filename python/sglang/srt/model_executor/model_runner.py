@@ -91,11 +91,13 @@ class ModelRunner:
         widths: StepWidths | None = None,
         create_encoder: CreateEncoder | None = None,
         memory_saver: MemorySaver | None = None,
+        before_launches: Callable[[], None] = lambda: None,
     ) -> None:
         """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. create_drafter: all
         pipeline stages get a drafter, but only the last one asks it for draft tokens. widths: tokens per request in
         steps without prompts; None: always the maximum. create_encoder: of images and videos; None: the
-        server reads text only. memory_saver: has the memory that can be given back; None: none can."""
+        server reads text only. memory_saver: has the memory that can be given back; None: none can. before_launches:
+        waits for what is to be ready when the first step is launched, behind the weights."""
         self.plan = plan
         self.memory_saver = memory_saver
         self.device = plan.device
@@ -125,7 +127,8 @@ class ModelRunner:
             self.state.adapters = AdapterSlots(plan.pool_sizes.max_requests, plan.device)
         with self._region(WEIGHTS):
             self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
-        sampler = Sampler(use_triton=plan.device == "cuda")
+        before_launches()
+        sampler = Sampler(use_triton=plan.device != "cpu")
         sampler.warm_up(self.sampling_table, None if self.state.has_drafts else self.state.next_tokens[:, 0])
         self.widths = widths or StepWidths((width,))
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
@@ -141,7 +144,7 @@ class ModelRunner:
         if sizes.any:
             with torch.inference_mode():
                 self.graphs = self._captured(sizes, keeps_hidden, drafts, not attention.decode_plans_on_host)
-        if plan.device == "cuda":
+        if plan.device != "cpu":
             self._compile_prompts()
             self.compile_decodes()
             self._compile_adapters()

@@ -117,7 +117,8 @@ class TwoBatchOverlap:
     def __init__(self, state: DeviceState, groups: Groups, min_tokens: int | None, exact: bool = False) -> None:
         """min_tokens: steps with fewer tokens run as one; None: all do. exact: all-reduces of microbatches are never
         quantized."""
-        side_stream: SideStream = CpuSideStream() if str(state.device) == "cpu" else CudaSideStream(state.device)
+        on_gpu = torch.device(state.device).type == "cuda"
+        side_stream: SideStream = CudaSideStream(state.device) if on_gpu else CpuSideStream()
         self.state, self.groups = state, groups
         self.min_tokens = min_tokens
         """None: no step is cut."""

@@ -270,6 +270,8 @@ def fill_random(params: dict[str, Param], seed: int) -> None:
     Replicated parameters are the same on every rank, shards differ.
     """
     for param in params.values():
+        if param.tensor.is_meta:  # in a rehearsal
+            continue
         if param.init is Init.ONES:
             param.tensor.fill_(1.0)
         elif param.init is Init.ZEROS:

@@ -57,7 +57,8 @@ class DeviceArrays:
     def load(self, **values: npt.NDArray[Any]) -> None:
         """Writes the leading entries of each array, along every dimension; asynchronous on the current stream."""
         # The pinned block returns to torch's host allocator, which reuses it only after this copy has run.
-        host = torch.empty_like(self._block, device="cpu", pin_memory=True) if self._block.is_cuda else self._block
+        on_gpu = self._block.is_cuda
+        host = self._block if self._block.is_cpu else torch.empty_like(self._block, device="cpu", pin_memory=on_gpu)
         memory = host.numpy()
         for name, (shape, dtype, rest) in self._fields.items():
             view = memory[self._spans[name]].view(dtype)

@@ -185,7 +185,8 @@ def repack(weights: ExpertWeights, features: Collection[str], device: torch.devi
         data = F.pad(data, (0, padding // 2), value=ZERO_BYTE[scheme.element])
         groups = scheme.scale_shape(weights.rows, weights.cols + padding)[1]
         scale = F.pad(scale.view(_bytes_of(scale)), (0, groups - scale.shape[-1])).view(scale.dtype)
-    for expert in data:  # one at a time: all at once would need several times their memory
+    experts = () if data.is_meta else data  # nothing to reorder; 256 experts would take a rehearsal a minute
+    for expert in experts:  # one at a time: all at once would need several times their memory
         expert.copy_(_to_planes(expert.to(device), scheme))
     return dataclasses.replace(weights, data=data.view(torch.int32), scale=scale, plane_cols=weights.cols)
 

@@ -29,6 +29,7 @@ from sglang.srt.kernels import late_compiles
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.layers.moe.shared_bank import join_bank
 from sglang.srt.managers.child import READY, ChildPipe
+from sglang.srt.managers.compile_ahead.start import compiling_beside
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.adapter_table import AdapterTable
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
@@ -439,7 +440,7 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
     if plan.expert_slots is not None and ports.num_replicas > 1:
         join_bank(ports.root, rank, plan)
     grammars = create_grammars(args, plan, ports)
-    runner = load_runner(args, plan, rank)
+    runner = load_runner(args, plan, rank, before_launches=compiling_beside(args, plan, rank, ports.num_replicas))
     if runner.media is not None:
         runner.media.directory = Path(ports.shared_arrays)
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports, grammars)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
@@ -257,29 +257,25 @@ def create_runner(
 
 
 def load_runner(
-    args: ServerArgs, plan: Plan, rank: int = 0, create_encoder: CreateEncoder | None = None
+    args: ServerArgs,
+    plan: Plan,
+    rank: int = 0,
+    create_encoder: CreateEncoder | None = None,
+    before_launches: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
     """Loads weights, creates pools and graphs, and returns the runner after the canary has compared their results
     (unless --skip-server-warmup). create_encoder: makes the encoder of images and videos; None: the model's own, if it
-    has one. Raises UserError."""
+    has one. before_launches: as for ModelRunner. Raises UserError."""
     if parallel_state.is_leader():
         plan.log()
-    from sglang.srt.drafts.create import create_drafter
     from sglang.srt.model_executor.memory_saver.saver import create_saver
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.model_loader.loader import load_encoder
 
-    settings = speculative_settings(args, plan.model.architecture)
     runner = ModelRunner(
         plan,
-        args.load_format,
-        args.random_seed or 0,
-        None if settings is None else partial(create_drafter, settings),
-        keeps_hidden=args.enable_return_hidden_states,
-        widths=None if settings is None else plan.step_widths,
-        create_encoder=create_encoder
-        or partial(load_encoder, load_format=args.load_format, seed=args.random_seed or 0),
+        **runner_options(args, plan, create_encoder),
         memory_saver=create_saver(plan.device) if args.enable_memory_saver else None,
+        before_launches=before_launches,
     )
     runner.storage = create_storage(args, runner, rank)
     if not args.skip_server_warmup:
@@ -288,6 +284,22 @@ def load_runner(
         check_runner(runner)
     refuse_unlike_tiles(plan.arch.name, plan.ranks.stage(rank), dict(tiles_in_use()))
     return runner
+
+
+def runner_options(args: ServerArgs, plan: Plan, create_encoder: CreateEncoder | None = None) -> dict[str, Any]:
+    """Returns what the user's arguments say to a ModelRunner."""
+    from sglang.srt.drafts.create import create_drafter
+    from sglang.srt.model_loader.loader import load_encoder
+
+    settings, seed = speculative_settings(args, plan.model.architecture), args.random_seed or 0
+    return {
+        "load_format": args.load_format,
+        "seed": seed,
+        "create_drafter": None if settings is None else partial(create_drafter, settings),
+        "keeps_hidden": args.enable_return_hidden_states,
+        "widths": None if settings is None else plan.step_widths,
+        "create_encoder": create_encoder or partial(load_encoder, load_format=args.load_format, seed=seed),
+    }
 
 
 def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageEngine | None:
