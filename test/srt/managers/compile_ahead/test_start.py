@@ -110,6 +110,7 @@ def test_a_process_that_takes_too_long_is_ended_with_its_workers(
     assert compiling.process.returncode == -9
     while _runs(int(told.read_text())):
         time.sleep(0.01)
+    assert compile_ahead(*job, 0, 1) is None, "later starts do not wait for it"
 
 
 def test_a_cache_that_cannot_be_written(

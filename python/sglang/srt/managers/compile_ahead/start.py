@@ -59,6 +59,7 @@ class CompileAhead:
         if not self.pipe.poll(limit_s):
             self.end()
             logger.warning("Kernels were not all compiled %.0f s after reading weights; the start goes on", limit_s)
+            self._note_done()  # this start compiles what is left, and later ones shall not wait for it
             return
         with suppress(EOFError, OSError):  # the process is gone
             answer = self.pipe.recv_bytes()
@@ -70,6 +71,9 @@ class CompileAhead:
             return
         report = msgspec.json.decode(answer, type=Report)
         self._log(report, time.perf_counter() - began)
+        self._note_done()
+
+    def _note_done(self) -> None:
         with suppress(OSError):  # of a full disk
             self.done.touch()
 
