@@ -22,6 +22,7 @@ from sglang.ledger.launch_form import Form, Launches, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.layers.parameter import Param
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.managers.scheduler.scheduler_setup import runner_options
 from sglang.srt.model_executor import canary, graph_runner
@@ -213,3 +214,11 @@ def test_adapters_are_rehearsed() -> None:
     args, plan = planned(TINY, enable_lora=True, max_lora_rank=16, lora_target_modules=["all"])
     found = {form.kernel for form in forms_of_rehearsal(args, plan)}
     assert any(kernel.startswith("adapters.") for kernel in found), found
+
+
+def test_it_takes_no_memory_for_prefixes_and_fills_no_parameters() -> None:
+    _, plan = planned(TINY, enable_hierarchical_cache=True, hicache_size=1)
+    assert plan.host_cache is not None and rehearsed(plan).host_cache is None
+    on_host = Param("layers.0.weight", torch.zeros(4), {}, filled_on=torch.device("meta"))
+    loader.fill_random({on_host.name: on_host}, 1)
+    assert not on_host.tensor.any()

@@ -52,6 +52,7 @@ def rehearsed(plan: Plan) -> Plan:
         choices=choices,
         tile_configs=tile_configs,
         quantized_sums=None,  # which need the other ranks
+        host_cache=None,  # which has memory
     )
 
 

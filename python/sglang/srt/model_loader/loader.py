@@ -270,7 +270,7 @@ def fill_random(params: dict[str, Param], seed: int) -> None:
     Replicated parameters are the same on every rank, shards differ.
     """
     for param in params.values():
-        if param.tensor.is_meta:  # in a rehearsal
+        if param.tensor.is_meta or (param.filled_on is not None and param.filled_on.type == "meta"):  # in a rehearsal
             continue
         if param.init is Init.ONES:
             param.tensor.fill_(1.0)

@@ -57,14 +57,17 @@ def test_it_says_what_was_compiled_and_an_equal_start_does_nothing(
     job: tuple[ServerArgs, Plan], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        started(job, reporting(compiled=61, known=2, seconds=9.04)).wait()
+        compiling = started(job, reporting(compiled=61, known=2, seconds=9.04))
+        compiling.wait()
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "Compiled 61 kernels in 9.0 s beside reading weights, found 2 in Triton's cache; waited"
     )
+    compiling.done.touch()  # as the process does
     assert compile_ahead(*job, 0, 1) is None
     args, plan = job
-    assert compile_ahead(replace(args, port=1, random_seed=2), plan, 0, 1) is None
+    unlike = replace(args, port=1, random_seed=2, log_level="debug", base_gpu_id=1)
+    assert compile_ahead(unlike, plan, 0, 1) is None
     started((replace(args, kv_cache_dtype="fp8_e5m2"), plan), reporting()).wait()
 
 

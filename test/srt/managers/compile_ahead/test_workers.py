@@ -93,10 +93,10 @@ def test_a_full_disk(forms: list[Form], monkeypatch: pytest.MonkeyPatch) -> None
     assert len(report.failed) == 2 and "No space left" in report.failed[0]
 
 
-def test_a_job_keeps_the_plan() -> None:
+def test_a_job_keeps_the_plan(tmp_path: Path) -> None:
     args, plan = planned(TINY)
     here, there = Pipe()
-    here.send(Job(args, plan, 0, frozenset({1}), 2))
+    here.send(Job(args, plan, 0, frozenset({1}), 2, tmp_path / "done"))
     job: Job = there.recv()
     assert (job.args, job.plan, job.cpus, job.processes) == (args, plan, {1}, 2)
     assert all(job.plan.choices[op].spec is choice.spec for op, choice in plan.choices.items())

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import msgspec
 
@@ -17,13 +18,15 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A start to rehearse. `cpus`: those on which it may compile. `processes`: how many compile at the same time."""
+    """A start to rehearse. `cpus`: those on which it may compile. `processes`: how many compile at the same time.
+    `done`: the file that says to equal starts that nothing is left to compile."""
 
     args: ServerArgs
     plan: Plan
     rank: int
     cpus: frozenset[int]
     processes: int
+    done: Path
 
 
 class Report(msgspec.Struct):

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import msgspec
 
+from sglang.srt.arguments.groups import ADAPTERS, KERNELS, MEMORY, MODEL, PARALLEL, SPECULATION
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.hardware.numa import usable_cpus
@@ -39,8 +40,16 @@ COMMAND = (sys.executable, "-m", "sglang.srt.managers.compile_ahead")
 MAX_PROCESSES = 16
 WAIT_S = 60.0
 """Seconds that a start waits for the process after the weights are read."""
-NOT_LAUNCHED = frozenset({"host", "port", "random_seed", "api_key", "admin_api_key"})
-"""Arguments that change nothing of what is launched, and may be others at each start."""
+LAUNCHED_GROUPS = frozenset({MODEL, MEMORY, PARALLEL, KERNELS, SPECULATION, ADAPTERS})
+LAUNCHED = frozenset({"enable_return_hidden_states", "skip_server_warmup", "language_model_only"})
+NOT_LAUNCHED = frozenset(
+    {
+        "base_gpu_id", "dist_init_addr", "dist_timeout", "load_balance_method", "max_queued_requests",
+        "measure_seconds", "prefix_affinity_fallback", "random_seed", "served_model_name", "stream_interval", "use_ray",
+    }
+)  # fmt: skip
+"""Arguments that decide about what is launched: those of groups and others, without some that may differ from start to
+start, or between replicas."""
 
 
 @dataclass(slots=True)
@@ -59,7 +68,8 @@ class CompileAhead:
         if not self.pipe.poll(limit_s):
             self.end()
             logger.warning("Kernels were not all compiled %.0f s after reading weights; the start goes on", limit_s)
-            self._note_done()  # this start compiles what is left, and later ones shall not wait for it
+            with suppress(OSError):  # of a full disk
+                self.done.touch()  # this start compiles what is left, and later ones shall not wait for it
             return
         with suppress(EOFError, OSError):  # the process is gone
             answer = self.pipe.recv_bytes()
@@ -71,11 +81,6 @@ class CompileAhead:
             return
         report = msgspec.json.decode(answer, type=Report)
         self._log(report, time.perf_counter() - began)
-        self._note_done()
-
-    def _note_done(self) -> None:
-        with suppress(OSError):  # of a full disk
-            self.done.touch()
 
     def end(self) -> None:
         """Ends the process and those that it started."""
@@ -128,13 +133,16 @@ def compile_ahead(
         done = Path(knobs.cache.dir) / "sm120-sglang" / _digest(args, plan)
         if done.exists():
             return None
-        done.parent.mkdir(parents=True, exist_ok=True)  # fails where Triton's cache cannot be written
-        job = ForkingPickler.dumps(Job(args, plan, rank, cpus, count))
+        done.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(done.parent, os.W_OK):
+            raise PermissionError(f"{done.parent} cannot be written")
+        job = ForkingPickler.dumps(Job(args, plan, rank, cpus, count, done))
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = Pipe()
         with theirs:
             # It computes nothing, so it needs no GPU, and takes no memory of it.
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            paths = os.pathsep.join(path for path in sys.path if path)
+            environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
             process = subprocess.Popen(
                 (*command, str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
@@ -159,7 +167,8 @@ def _send(pipe: Connection, job: memoryview) -> None:
 
 def _digest(args: ServerArgs, plan: Plan) -> str:
     """Returns the name of a start: what decides about its launches."""
-    options = {name: value for name, value in asdict(args).items() if name not in NOT_LAUNCHED}
+    names = {each.name for each in fields(args) if each.metadata["option"].group in LAUNCHED_GROUPS}
+    options = {name: getattr(args, name) for name in (names | LAUNCHED) - NOT_LAUNCHED}
     chosen: list[Any] = [(op, choice.name) for op, choice in plan.choices.items()]
     chosen += [(op, configs.describe()) for op, configs in plan.tile_configs.items()]
     facts = [options, chosen, plan.arch.name, asdict(plan.ranks), __version__, _triton()]

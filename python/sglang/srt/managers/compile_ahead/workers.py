@@ -42,6 +42,9 @@ class Workers:
 
     def __init__(self, arch: str, count: int) -> None:
         """arch: the GPU ("sm_120")."""
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # is kept: a hash of all of Triton, which each process would compute
         self._arch = arch
         self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=die_with_parent)
         self._pool.submit(os.getpid).result()
