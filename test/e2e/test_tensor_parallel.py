@@ -58,7 +58,7 @@ def answers(
         results.append(engine.generate(PROMPTS[:1], GRAMMAR))
         results.append(engine.generate(PROMPTS, STOPPED))
         for params in REFUSED:
-            with pytest.raises(RequestError, match="invalid regex|No text satisfies"):
+            with pytest.raises(RequestError, match="invalid regex|No text satisfies|Circular"):
                 engine.generate(PROMPTS[0], params)
         (state,) = engine.get_server_info()["internal_states"]
         memory = state["memory_usage"]
