@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.conditions import flashinfer_latents
@@ -39,6 +40,7 @@ WIDE = CONFIG | {
     "v_head_dim": 128,
     "swa_q_lora_rank": 128,
     "swa_kv_lora_rank": 256,
+    "swa_head_dim": 256,
     "swa_qk_nope_head_dim": 192,
     "swa_qk_rope_head_dim": 64,
     "swa_v_head_dim": 128,
@@ -148,12 +150,40 @@ def test_fp8_computes_what_it_stands_for(tmp_path: Path) -> None:
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own embedding", "the model's"])
-def test_its_layer_drafts(own: bool, tmp_path: Path) -> None:
+BY_LAYER = {key: value for key, value in CONFIG.items() if not key.startswith("swa_") and key != "use_dsa"} | {
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "per_layer_config": {
+        layer: {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 24,
+        }
+        for layer in ("1", "03")
+    },
+    "rope_parameters": {
+        "indexed_attention": {"rope_type": "default", "rope_theta": 6000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+"""CONFIG in the words of transformers' class, which states what differs from the other layers, and pads numbers."""
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        pytest.param(CONFIG, True, id="own embedding"),
+        pytest.param(CONFIG, False, id="the model's"),
+        pytest.param(BY_LAYER, True, id="sizes by layer"),
+    ],
+)
+def test_its_layer_drafts(config: dict[str, Any], own: bool, tmp_path: Path) -> None:
     tensors = weights(draft=True)
     if not own:
         del tensors["model.mtp.embed_tokens.weight"]
-    plan = plan_with_draft(save(tmp_path, CONFIG, tensors), "EAGLE")
+    plan = plan_with_draft(save(tmp_path, config, tensors), "EAGLE")
     assert plan.draft.description.kind == "MTP" and plan.draft.description.own_embedding == own
     check_proposals(DraftRunner(plan), Dots3(tensors, CONFIG).draft, random_tokens(33, seed=2), 1e-3)
 
@@ -170,6 +200,37 @@ def test_layers_of_a_config(tmp_path: Path) -> None:
     assert (full.rope.theta, windowed.rope.theta) == (6000.0, 100.0)
     assert full.indexer is not None and not full.indexer.is_neox_style
     assert full.norms.factor(64, 16) == 2.0 and full.norms.eps == 1e-5
+    assert plan_for(save(tmp_path, BY_LAYER, {})).description.layers == layers
+
+
+def test_the_key_of_later_releases_says_the_window(tmp_path: Path) -> None:
+    layers = plan_for(save(tmp_path, CONFIG | {"sliding_window": 5}, {})).description.layers
+    assert [layer.mixer.window for layer in layers if isinstance(layer.mixer, MLA)] == [0, 5, 0, 5]
+
+
+DENSE_THIRD = ["sparse", "sparse", "dense", "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "with_experts"),
+    [
+        ({}, [1, 2, 3]),
+        ({"first_k_dense_replace": 2}, [2, 3]),
+        ({"moe_layer_freq": [1, 0, 1, 1]}, [2, 3]),
+        ({"mlp_layer_types": DENSE_THIRD}, [0, 1, 3]),
+        ({"mlp_layer_types": DENSE_THIRD, "moe_layer_freq": [1, 0, 1, 1]}, [0, 1, 3]),
+    ],
+)
+def test_which_layers_have_experts(keys: dict[str, Any], with_experts: list[int], tmp_path: Path) -> None:
+    """As in transformers' class, where the installed release has it."""
+    layers = plan_for(save(tmp_path, CONFIG | keys, {})).description.layers
+    assert [i for i, layer in enumerate(layers) if isinstance(layer.ffn, MoE)] == with_experts
+    if config_class := getattr(transformers, "Dots3NoteTextConfig", None):
+        kinds = config_class(num_hidden_layers=4, **keys).mlp_layer_types
+        assert [i for i, kind in enumerate(kinds) if kind == "sparse"] == with_experts
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +241,13 @@ def test_layers_of_a_config(tmp_path: Path) -> None:
         ({"swa_attention_gate_type": "elementwise"}, "swa_attention_gate_type = 'elementwise' is not supported"),
         ({"use_dsa": False}, "use_dsa = False is not supported"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ({"num_key_value_heads": 4}, " num_key_value_heads = 4 is not supported .* supported: 8"),
+        ({"swa_num_key_value_heads": 2}, "swa_num_key_value_heads = 2 is not supported .* supported: 4"),
+        ({"swa_head_dim": 40}, "swa_head_dim = 40 is not supported .* supported: 32"),
+        ({"per_layer_config": {}, "use_dsa": None}, "has no indexer, .* are 'indexed_attention' in 'layer_types'"),
+        ({"rope_parameters": LINEAR}, "'rope_parameters' of all layers alike is not supported, .* by layer type"),
+        ({"rope_scaling": LINEAR}, "'rope_scaling' of all layers alike is not supported, .* by layer type"),
         ({"sliding_window_size": None}, "layers with a window need 'sliding_window_size'"),
         ({"index_topk": None}, "layers without a window need 'index_topk'"),
         ({"layer_types": ["full_attention", "chunked"] * 2}, "layer_types chunked are not described here yet"),

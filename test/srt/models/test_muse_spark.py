@@ -214,6 +214,23 @@ def test_what_a_config_may_leave_out(tmp_path: Path) -> None:
     assert plans[0].description.layers == plans[1].description.layers
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 6000.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rotation"),
+    [
+        ({"layer_rope_theta": None, "rope_parameters": None}, ("default", 500000.0)),
+        ({"layer_rope_theta": None, "rope_parameters": YARN}, ("yarn", 6000.0)),
+        ({"rope_parameters": YARN, "yarn_only_types": ["sliding_attention"]}, ("yarn", 6000.0)),
+    ],
+)
+def test_how_windows_rotate(keys: dict[str, Any], rotation: tuple[str, float], tmp_path: Path) -> None:
+    layers = plan_for(save(tmp_path, with_text(**keys), {})).description.layers
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, GQA)]
+    assert {(m.rope.kind, m.rope.theta) for m in mixers if m.rope is not None and m.window} == {rotation}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -221,7 +238,17 @@ def test_what_a_config_may_leave_out(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"residual_gate_temperature": 0.0}, "residual_gate_temperature = 0.0 is not supported: it must be above 0"),
         ({"layer_rope_theta": [0, 0, 1e4, 1e4, 0]}, "'layer_rope_theta' differs between layers of the type"),
+        (
+            {"rope_parameters": YARN},
+            "'yarn' is for full_attention, of which no heads rotate; name .* 'yarn_only_types'",
+        ),
         ({"num_experts_per_tok": 9}, "9 experts cannot be chosen"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ({"n_group": 2, "topk_group": 2}, "n_group = 2 is not supported .*\n.* topk_group = 2 is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0 is not supported"),
+        ({"per_layer_config": {"0": {"kv_lora_rank": 8}}}, "'per_layer_config' with kv_lora_rank is not described"),
     ],
 )
 def test_keys_that_do_not_fit(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -112,6 +113,21 @@ def test_what_a_class_may_do(part: str, replacement: Any, does: str, monkeypatch
     with pytest.raises(UserError) as refused:
         described(values("llama"), model_impl="transformers")
     assert "LlamaForCausalLM" in str(refused.value) and does in str(refused.value) and READ_MORE in str(refused.value)
+
+
+class NormedExperts(modeling_qwen3_moe.Qwen3MoeExperts):
+    """Experts whose outputs are normed one by one, as the decorator of transformers' own classes says."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.has_post_expert_norm = True
+
+
+def test_outputs_of_experts_that_are_normed(monkeypatch: pytest.MonkeyPatch) -> None:
+    described(values("qwen3_moe"), model_impl="transformers")
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", NormedExperts)
+    with pytest.raises(UserError, match="Qwen3MoeForCausalLM.* its experts' outputs are normed.*"):
+        described(values("qwen3_moe"), model_impl="transformers")
 
 
 def test_a_convolution_that_sees_one_token_mixes_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def rotary_by_type(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config with `rope_parameters` by layer type instead of the lists `rope_theta` or `layer_rope_theta`
     (0: heads that do not rotate) and `partial_rotary_factors`; unchanged without such lists. `rope_scaling` (or a flat
     `rope_parameters`) applies to the types that `yarn_only_types` names, or to full attention. Raises UserError where
-    layers of a type differ."""
+    layers of a type differ, and for scaling that would apply to none, as those heads do not rotate."""
     lists = {key: config[key] for key in _LISTS if isinstance(config.get(key), list)}
     if not lists:
         return config
@@ -42,6 +42,13 @@ def rotary_by_type(config: dict[str, Any]) -> dict[str, Any]:
             types[kind] = {"rope_type": UNROTATED}
         elif isinstance(scaling, Mapping) and kind in scaled:
             types[kind] |= {key: value for key, value in scaling.items() if key != "rope_theta"}
+    scaling_type = (scaling.get("rope_type") or scaling.get("type")) if isinstance(scaling, Mapping) else None
+    rotating = [kind for kind, stated in types.items() if kind in scaled and stated["rope_type"] != UNROTATED]
+    if scaling_type not in (None, "default") and not rotating:
+        raise UserError(
+            f"config.json: rotary scaling {scaling_type!r} is for {', '.join(scaled)}, of which no heads rotate; name"
+            " other types of layers in 'yarn_only_types'."
+        )
     rest = {key: value for key, value in config.items() if key not in (*_LISTS, "rope_scaling")}
     return {**rest, "rope_parameters": types}
 

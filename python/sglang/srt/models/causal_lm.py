@@ -106,7 +106,7 @@ def _dense(scope: Scope, spec: Dense, site: Site) -> Block:
 
 
 def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
-    return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec, site.model.norm_eps)
+    return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec)
 
 
 BLOCKS: Mapping[type, BlockKind] = {

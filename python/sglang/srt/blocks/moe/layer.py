@@ -50,8 +50,7 @@ class MoELayer:
     "moe.latent_out" around experts that take a projection.
     """
 
-    def __init__(self, scope: Scope, spec: MoE, norm_eps: float = 0.0) -> None:
-        """`norm_eps`: epsilon of the norm of experts' inputs, where they have one."""
+    def __init__(self, scope: Scope, spec: MoE) -> None:
         self.activation = spec.activation
         fused = spec.fused_shared
         groups = scope.groups
@@ -101,7 +100,7 @@ class MoELayer:
         self.output_norm: OutputNorm | None = None
         if spec.latent_norms is not None:
             before = norm_weight(scope.sub("latent_norm"), spec.latent_size, zero_centred=True)
-            self.latent_norm = partial(scope.plan.entry(RMSNORM), weight=before, eps=norm_eps)
+            self.latent_norm = partial(scope.plan.entry(RMSNORM), weight=before, eps=spec.latent_norms.eps)
             after = norm_weight(scope.sub("output_norm"), spec.latent_size, zero_centred=True)
             self.output_norm = OutputNorm(after, spec.latent_norms.eps_after)
         self.shared: SharedExpert | None = None

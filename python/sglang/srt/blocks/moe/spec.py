@@ -120,11 +120,12 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentNorms:
+class ExpertNorms:
     """Norms around experts that take a projection of the hidden states: of its rows before them, and of each expert's
-    output before outputs are weighted and added up. `eps_after`: epsilon of the latter, which norms the output times
-    its weight."""
+    output before outputs are weighted and added up. `eps`: epsilon of the former; `eps_after`: of the latter, which
+    norms the output times its weight."""
 
+    eps: float
     eps_after: float
 
 
@@ -150,7 +151,7 @@ class MoE(FeedForwardDefaults):
     form: str = ""
     vocab_size: int = 0
     latent_size: int = 0  # > 0: the routed experts take a projection of the hidden states to that many dims
-    latent_norms: LatentNorms | None = None  # of that projection's rows
+    latent_norms: ExpertNorms | None = None
     fused_shared: bool = False  # the shared expert is held as one more of the routed ones
     branches: bool = False
     """The shared expert and the routed ones are branches, each between norms of its own. The router norms the stream

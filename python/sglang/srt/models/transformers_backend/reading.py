@@ -127,6 +127,8 @@ class Reading:
         name = self._in_layer(number, module)
         if not module.has_gate or type(module)._apply_gate is not _default_apply_gate:
             raise Refused("its experts have a function of their own")
+        if getattr(module, "has_post_expert_norm", False):
+            raise Refused("its experts' outputs are normed")
         if not module.is_concatenated:
             raise Refused("its experts' gates and inputs alternate")
         parts = next((parts for end, parts in self._stored_apart.items() if f".{name}".endswith(f".{end}")), ())

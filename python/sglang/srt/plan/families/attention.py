@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,28 +119,31 @@ def layer_kinds(c: Config, usual: str = FULL) -> list[str]:
     return [str(kind) for kind in c.by_layer("layer_types", usual)]
 
 
-def mixers_by_kind(c: Config, kinds: Sequence[str], makers: Mapping[str, Callable[[Config], Mixer]]) -> list[Mixer]:
-    """Returns the mixer of each layer, made by the maker of its kind from the config with the layer's own values
-    (`layer_values`). Raises UserError for a kind that has no maker."""
+LayerValues = tuple[tuple[str, Any], ...]
+"""Keys and values of one layer that differ from those of the config."""
+BY_LAYER = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
+"""Keys that grouped attention reads, and of which layers may have values of their own."""
+
+
+def mixers_by_kind(
+    c: Config,
+    kinds: Sequence[str],
+    makers: Mapping[str, Callable[[Config], Mixer]],
+    by_layer: Collection[str] = BY_LAYER,
+) -> list[Mixer]:
+    """Returns the mixer of each layer, made by the maker of its kind from the config with the layer's own values of the
+    keys `by_layer` (`layer_values`). Raises UserError for a kind that has no maker."""
     unknown = sorted(set(kinds) - makers.keys())
     if unknown:
         raise UserError(f"{c.source}: layer_types {', '.join(unknown)} are not described here yet.")
-    written = list(zip(kinds, layer_values(c), strict=True))
+    written = list(zip(kinds, layer_values(c, by_layer), strict=True))
     mixers = {(kind, values): makers[kind](c.with_values(dict(values))) for kind, values in dict.fromkeys(written)}
     return [mixers[key] for key in written]
 
 
-LayerValues = tuple[tuple[str, Any], ...]
-"""Keys and values of one layer that differ from those of the config."""
-_BY_LAYER = frozenset(
-    {"head_dim", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"}
-    | {"qk_rope_head_dim", "v_head_dim"}
-)
-
-
-def layer_values(c: Config) -> list[LayerValues]:
+def layer_values(c: Config, known: Collection[str]) -> list[LayerValues]:
     """Returns the values of each layer from `num_attention_heads_per_layer` and `per_layer_config`, as newer
-    transformers write it: {"5": {"head_dim": 512}}. Raises UserError."""
+    transformers write it: {"5": {"head_dim": 512}}. Raises UserError, also for keys that are not among `known`."""
     count, written = c.num_layers, c.default("per_layer_config", dict, {})
     values: list[LayerValues] = [()] * count
     heads = c.default("num_attention_heads_per_layer", list, [])
@@ -151,7 +154,7 @@ def layer_values(c: Config) -> list[LayerValues]:
     for layer, stated in written.items():
         if not str(layer).isdigit() or int(layer) >= count or not isinstance(stated, Mapping):
             raise UserError(f"{c.source}: 'per_layer_config' has {layer!r}: {stated!r} for {count} layers.")
-        unknown = sorted(stated.keys() - _BY_LAYER)
+        unknown = sorted(stated.keys() - set(known))
         if unknown:
             raise UserError(f"{c.source}: 'per_layer_config' with {', '.join(unknown)} is not described here yet.")
         values[int(layer)] = tuple(sorted(stated.items()))

@@ -3,11 +3,12 @@ states, each followed by a norm, and a residual sum that is weighted channel by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from sglang.srt.blocks.gated_sum.spec import GatedSum
-from sglang.srt.blocks.moe.spec import LatentNorms, MoE, Router
+from sglang.srt.blocks.moe.spec import ExpertNorms, MoE, Router
 from sglang.srt.plan.attention_parts import ElementGate
 from sglang.srt.plan.families.attention import FULL, WINDOWED, full_and_windowed, mixers_by_kind
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, sparse_layers
@@ -34,14 +35,25 @@ _USUAL = {
     "moe_intermediate_size": 4096,
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 """Values that a config may leave out."""
+_ONLY: Mapping[str, object] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "n_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "swiglu_limit": 0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+}
 
 
 def muse_spark(c: Config) -> Model:
-    c.only("tie_word_embeddings", False)
-    c.only("hidden_act", "silu")
-    c.only("attention_bias", False)
+    for key, value in _ONLY.items():
+        c.only(key, value)
     c = c.usual(_USUAL)
     if c.values.get("layer_types") is None:  # counted from the last layer
         kinds = [FULL if (c.num_layers - 1 - i) % 4 == 0 else WINDOWED for i in range(c.num_layers)]
@@ -63,7 +75,7 @@ def _experts(c: Config) -> MoE:
         float32=True,
         logit_scale=c.default("output_multiplier", float, 1.0),
     )
-    norms = LatentNorms(_positive(c, "post_norm_eps"))
+    norms = ExpertNorms(c.default("rms_norm_eps", float, 1e-5), _positive(c, "post_norm_eps"))
     return experts(c, router, form="stacked", latent_size=c.positive("moe_hidden_size"), latent_norms=norms)
 
 
