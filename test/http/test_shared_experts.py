@@ -31,7 +31,10 @@ def holders_of_banks(server: LiveServer) -> dict[int, set[str]]:
     """The inodes of banks by the process that has mapped them."""
     found = {}
     for process in psutil.Process(server.process.pid).children(recursive=True):
-        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:  # it has ended meanwhile
+            continue
         if inodes := {line.split()[4] for line in maps if "memfd:experts" in line}:
             found[process.pid] = inodes
     return found
