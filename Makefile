@@ -202,6 +202,8 @@ compiled: install
 # its threads are printed, the other workers go on, and the run fails.
 HANGS := -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
+# Each of the processes has one thread, as CI's: some tests compare bits, and sums over several threads have others.
+unit thorough: export OMP_NUM_THREADS ?= 1
 unit: install
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(HANGS) $(ARGS)
 
