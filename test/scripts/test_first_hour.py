@@ -162,8 +162,10 @@ def test_an_answer_that_is_cut_off_is_a_problem_of_its_case(script: ModuleType) 
         def answer_half() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(1 << 16)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ndata:\r\n")
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):  # a connection closed over unread bytes is reset, and the answer lost
+                    pass
 
         thread = threading.Thread(target=answer_half)
         thread.start()
