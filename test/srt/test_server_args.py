@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.cli_args import Option, build_parser, flag, parse_size
+from sglang.srt.cli_args import Option, flag, parse_size
+from sglang.srt.cli_parser import build_parser
 from sglang.srt.compat import RENAMED_FLAGS
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.attention_table import EXTEND_ATTENTION

@@ -7,7 +7,6 @@ collected before any is reported.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import itertools
@@ -277,31 +276,6 @@ _NEAR = 0.8
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-def build_parser(table: OptionTable, prog: str) -> argparse.ArgumentParser:
-    """Builds the parser whose only use is to print `--help`."""
-    usage = f"{prog} --model-path MODEL [options]"
-    parser = argparse.ArgumentParser(prog=prog, usage=usage)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options (page-size: 16); the command line wins.")
-    groups: dict[str, Any] = {}
-    for name, (annotation, f) in table.fields.items():
-        spec = table.spec(name)
-        if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(spec.group)
-        settings: dict[str, Any] = {"dest": name, "help": _help_text(spec, f.default)}
-        if annotation is bool:
-            settings["action"] = "store_true"
-        else:
-            settings["metavar"] = spec.metavar or ("|".join(spec.choices) if spec.choices else name.upper())
-            settings["nargs"] = "+" if is_list(annotation) else None
-        groups[spec.group].add_argument(flag(name), *spec.aliases, **settings)
-    return parser
-
-
-def _help_text(spec: Option, default: Any) -> str:
-    shown = "" if default is None or default is False or default is dataclasses.MISSING else f" Default: {default}."
-    return (spec.help + shown).replace("%", "%%")
-
-
 @dataclass(frozen=True, slots=True)
 class TypedOption:
     """An option as it was typed: `--spelling`, `--spelling=attached`, and the words up to the next option."""
@@ -330,13 +304,8 @@ def _split_words(argv: Sequence[str]) -> tuple[list[str], list[TypedOption]]:
     return list(argv[: starts[0] if starts else len(argv)]), options
 
 
-def parse_argv(table: OptionTable, argv: Sequence[str], prog: str, problems: Problems) -> dict[str, Any]:
-    """Field values that the command line or its `--config` file set, typed; what is wrong goes to `problems`.
-
-    `--help` prints and raises SystemExit.
-    """
-    if any(word in ("-h", "--help") for word in argv):
-        build_parser(table, prog).parse_args(["--help"])
+def parse_argv(table: OptionTable, argv: Sequence[str], problems: Problems) -> dict[str, Any]:
+    """Field values that the command line or its `--config` file set, typed; what is wrong goes to `problems`."""
     strays, options = _split_words(argv)
     values: dict[str, Any] = {}
     from_file: dict[str, Any] = {}
@@ -362,14 +331,10 @@ def _take_option(table: OptionTable, word: TypedOption, values: dict[str, Any], 
     except UserError as error:
         problems.add(str(error))
         return []
-    if isinstance(meaning, compat.NotImplementedFlag):
-        given, _ = word.split(ANY_NUMBER)
-        if not given or not all(meaning.is_off(value) for value in given):
-            problems.refuse(name, meaning.reason)
-        return []
-    if isinstance(meaning, compat.NoEffect):
-        _warn_no_effect(name, meaning)
-        return word.split(meaning.max_values)[1]
+    if not isinstance(meaning, str):
+        given, strays = word.split(meaning.max_values if isinstance(meaning, compat.NoEffect) else ANY_NUMBER)
+        take_foreign(name, meaning, given, problems)
+        return strays
     limit = table.max_values(meaning)
     given, strays = word.split(limit)
     if limit == 0:
@@ -383,8 +348,12 @@ def _take_option(table: OptionTable, word: TypedOption, values: dict[str, Any], 
     return strays
 
 
-def _warn_no_effect(name: str, meaning: compat.NoEffect) -> None:
-    warn_once(f"{name} has no effect in sm120-sglang: {meaning.reason}.")
+def take_foreign(name: str, meaning: Meaning, values: Sequence[Any], problems: Problems) -> None:
+    """Accepts an option of SGLang that is none here, with a warning, or refuses it by its reason."""
+    if isinstance(meaning, compat.NoEffect):
+        warn_once(f"{name} has no effect in sm120-sglang: {meaning.reason}.")
+    elif isinstance(meaning, compat.NotImplementedFlag) and not (values and all(map(meaning.is_off, values))):
+        problems.refuse(name, meaning.reason)
 
 
 def coerce_values(table: OptionTable, values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
@@ -408,11 +377,8 @@ def resolve_keywords(table: OptionTable, values: Mapping[str, Any], problems: Pr
         except UserError as error:
             problems.add(str(error))
             continue
-        if isinstance(meaning, compat.NotImplementedFlag):
-            if not meaning.is_off(value):
-                problems.refuse(name, meaning.reason)
-        elif isinstance(meaning, compat.NoEffect):
-            _warn_no_effect(name, meaning)
+        if not isinstance(meaning, str):
+            take_foreign(name, meaning, [value], problems)
         elif meaning in fields:
             problems.add(f"{key} sets {flag(meaning)} a second time; keep one of the two spellings.", meaning)
         else:

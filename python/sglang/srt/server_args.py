@@ -5,6 +5,7 @@ A field that depends on the model or the GPU stays None here; the plan decides i
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import random
@@ -21,6 +22,7 @@ from sglang.srt.arguments.model import ModelArgs
 from sglang.srt.arguments.serving import LoggingArgs, ServingArgs
 from sglang.srt.arguments.sleep import SleepArgs
 from sglang.srt.cli_args import OptionTable, coerce_values, option, our_value, parse_argv, resolve_keywords
+from sglang.srt.cli_parser import add_options, build_parser, destination
 from sglang.srt.configs.adapters.arguments import written
 from sglang.srt.configs.load_balance import BALANCE_METHODS, LOAD_METHODS, TOTAL_TOKENS
 from sglang.srt.configs.merge_methods import MERGE_METHODS
@@ -423,9 +425,21 @@ class ServerArgs(LoggingArgs, SleepArgs, AdapterArgs, KernelArgs, ServingArgs, M
     def from_cli(cls, argv: Sequence[str] | None = None, prog: str = "python -m sglang.launch_server") -> ServerArgs:
         """Parses command-line words (`sys.argv[1:]` if None). Raises UserError with all problems; `--help` prints and
         exits."""
-        problems = Problems()
-        values = parse_argv(TABLE, sys.argv[1:] if argv is None else argv, prog, problems)
-        return cls._checked(values, problems)
+        words, problems = sys.argv[1:] if argv is None else argv, Problems()
+        if {"-h", "--help"}.intersection(words):
+            build_parser(TABLE, prog).parse_args(["--help"])
+        return cls._checked(parse_argv(TABLE, words, problems), problems)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds the options to the parser of a program that has others beside them; `from_cli_args` reads the result."""
+        add_options(TABLE, parser)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
+        """Reads what a parser with the options of `add_cli_args` has parsed. Raises UserError with all problems."""
+        given = {name: destination(TABLE, name) for name in TABLE.fields}
+        return cls.from_kwargs(**{name: getattr(args, dest) for name, dest in given.items() if hasattr(args, dest)})
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> ServerArgs:
