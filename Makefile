@@ -200,7 +200,7 @@ compiled: install
 
 # A test that hangs where no signal reaches it, such as in a lock of a library, ends its worker: its name and the stacks of
 # its threads are printed, the other workers go on, and the run fails.
-HANGS := -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
+HANGS := -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
 # Each of the processes has one thread, as CI's: some tests compare bits, and sums over several threads have others.
 unit thorough: export OMP_NUM_THREADS ?= 1

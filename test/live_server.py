@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -19,21 +20,40 @@ from forked_servers import ForkedServer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
-START_LIMIT_S = 240.0
+START_LIMIT_S = 600.0
+PATIENCE_S = 300.0
+"""For whatever else takes a moment on a machine that has nothing else to do."""
 LAUNCH = ("-m", "sglang.launch_server")
 PYTHON_ROOT = str(Path(__file__).parents[1] / "python")
 
 
+# Requests that name no limit: httpx gives up after five seconds of silence, which a busy machine takes.
+for part in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, PATIENCE_S)
+
+_claims: deque[socket.socket] = deque(maxlen=100)
+"""Of the last ports that this process was given."""
+
+
 def free_port(*further: int) -> int:
-    """A port that nothing has now, nor those at distances of `further` above it. Not one of those that the system
-    gives to connections: until a server binds it, another test's connection may have it."""
+    """A port that nothing has now, nor those at distances of `further` above it, and that no other process of the tests
+    is given. Not one of those that the system gives to connections: until a server binds it, another test's connection
+    may have it."""
     for _ in range(100):
         port = 15_000 + secrets.randbelow(15_000)
-        with ExitStack() as stack, suppress(OSError):
-            for distance in (0, *further):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + distance))
+        with suppress(OSError):
+            _claims.extend([_claim(port + distance) for distance in (0, *further)])
             return port
     raise RuntimeError("no port is free")
+
+
+def _claim(port: int) -> socket.socket:
+    """While the result is open, other processes get an OSError here, as this one does if something has the port."""
+    claim = socket.socket(socket.AF_UNIX)
+    claim.bind(f"\0sglang-test-port-{port}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+    return claim
 
 
 class LiveServer:
@@ -54,6 +74,7 @@ class LiveServer:
         words = [*fixed, *model, *flags]
         paths = [PYTHON_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        environment.setdefault("SGLANG_END_TIMEOUT", str(PATIENCE_S))  # of a busy machine, too, it ends in order
         environment["SGLANG_TORCH_PROFILER_DIR"] = environment["TMPDIR"] = str(self.log_path.parent)
         self.started = time.monotonic()
         self.start_seconds = 0.0
@@ -79,14 +100,14 @@ class LiveServer:
     def health(self) -> int:
         """The status of `/health`; 0: nobody listens."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code
+            return httpx.get(f"{self.url}/health", timeout=PATIENCE_S).status_code
         except httpx.TransportError:
             return 0
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def wait_exit(self, limit_s: float = 60.0) -> int:
+    def wait_exit(self, limit_s: float = PATIENCE_S) -> int:
         return self.process.wait(limit_s)
 
     def end(self) -> None:
@@ -94,7 +115,7 @@ class LiveServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(300)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -42,7 +42,7 @@ def body(question: str, *urls: str) -> dict[str, object]:
 
 
 def answer(server_url: str, question: str, *urls: str) -> str:
-    reply = httpx.post(f"{server_url}/v1/chat/completions", json=body(question, *urls), timeout=60)
+    reply = httpx.post(f"{server_url}/v1/chat/completions", json=body(question, *urls), timeout=300)
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["message"]["content"]).strip()
 

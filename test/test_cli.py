@@ -108,7 +108,7 @@ def test_an_interrupt_during_imports_is_one_line(words: list[str]) -> None:
         f"sys.meta_path.insert(0, Interrupts()); sys.argv = {words!r}\n"
         f"runpy.run_module({words[0]!r}, run_name='__main__', alter_sys=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
 
 

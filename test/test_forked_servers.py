@@ -44,7 +44,7 @@ def test_signals_reach_servers_where_an_engine_forked_first() -> None:
     tests then kill after 20 seconds."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([PYTHON_ROOT, str(Path(__file__).parent)])}
     script = [sys.executable, "-c", FORK_SERVER_STARTED_BY_A_CHILD]
-    ran = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.stdout == "0\n", ran.stderr
 
 
@@ -78,7 +78,7 @@ def test_children_of_a_killed_server_end(tmp_path: Path) -> None:
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 300.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end

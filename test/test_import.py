@@ -80,7 +80,7 @@ def test_lazy_attributes() -> None:
     ],
 )
 def test_command_line_answers_shortly(arguments: list[str], status: int, stream: str, expected: str) -> None:
-    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
     assert result.returncode == status
     assert expected in getattr(result, stream)
     assert "Traceback" not in result.stderr

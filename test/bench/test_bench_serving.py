@@ -154,11 +154,11 @@ def server() -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
     yield fake
-    asyncio.run_coroutine_threadsafe(holder[0].cleanup(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(holder[0].cleanup(), loop).result(300)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(300)
     loop.close()
 
 

@@ -33,7 +33,7 @@ def model(base_url: str) -> Iterator[Any]:
         temperature=0,
         max_tokens=200,
         max_retries=0,
-        timeout=60,
+        timeout=300,
         stream_usage=True,
     )
 

@@ -64,7 +64,7 @@ def proxy(served: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
     headers = {"Authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=300, trust_env=False) as client:
         try:
             _wait_up(client, process, folder / "log")
             yield client

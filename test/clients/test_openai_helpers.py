@@ -36,7 +36,7 @@ TOOLS = [openai.pydantic_function_tool(AddNumbers, name="add_numbers")]
 
 @pytest.fixture(scope="module")
 def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -104,7 +104,7 @@ async def _tool_loop(client: openai.AsyncOpenAI, a: int, b: int) -> str:
 @pytest.mark.asyncio
 async def test_agents_at_once(base_url: str) -> None:
     sums = [(12, 30), (7, 5), (20, 21), (33, 11)]
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=300) as client:
         answers = await asyncio.gather(*(_tool_loop(client, a, b) for a, b in sums))
     for (a, b), answer in zip(sums, answers, strict=True):
         assert str(a + b) in answer

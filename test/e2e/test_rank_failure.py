@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,13 +23,14 @@ from pathlib import Path
 
 import pytest
 from dying_rank import COLLECTIVES, PROMPT, TWO_BATCH_THRESHOLDS, dies_inside
+from live_server import free_port
 from shared_files import array_directories, mapped_files
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.plan.ranks import RankLayout
 
-START_LIMIT_S = 240
-END_LIMIT_S = 60
+START_LIMIT_S = 600
+END_LIMIT_S = 300
 MAX_RANKS = 4
 SHARED_KEYS = '--load-format dummy --json-model-override-args {"num_key_value_heads":1}'
 """A model whose ranks would all hold the same keys and values."""
@@ -109,9 +109,7 @@ def running(pid: int) -> bool:
 
 @contextmanager
 def server(folder: Path, layout: str = "--tp-size 2", options: Sequence[str] = ()) -> Iterator[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = folder / "log"
+    port, log = free_port(), folder / "log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", DEFAULT_MODEL_PATH, "--device", "cpu"]
     command += [*layout.split(), *options, "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
     temporary = Path(tempfile.mkdtemp(prefix="sglang-test-"))  # shorter than `folder`: a socket's path has a limit

@@ -26,7 +26,7 @@ from sglang.srt.plan.ranks import RankLayout
 
 FLAGS = ("--dp-size", "2", "--max-total-tokens", "4096", "--enable-metrics", "--max-queued-requests", "40")
 SHARED = ["Once upon a time " * 12, "The quick brown fox jumps over " * 8, "def main(arguments): return " * 6]
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 LONG = {"max_new_tokens": 3000, "ignore_eos": True, "temperature": 0.0}
 
 

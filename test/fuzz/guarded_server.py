@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ ALLOCATOR_BYTES, ALLOCATOR_BYTES_OF = 8 * MIB, {"scheduler": 32 * MIB}
 MiB were seen to come with one round of them and to go with the next."""
 SETTLE_S = TRIM_DELAY_S + 1.0
 """After the first requests, before the memory to compare with is noted: that of large bodies is given back late."""
-REST_LIMIT_S = 60.0
+REST_LIMIT_S = 300.0
 """After the last request, for aborted ones to end."""
-RELEASE_LIMIT_S = 10.0
+RELEASE_LIMIT_S = 60.0
 """After those have ended, for what they had to be given back."""
 RESPONSE = re.compile(r'^\[[^]]*\] \S+ - "(.*) HTTP/1\.[01]" ([0-9]{3})$', re.MULTILINE)
 """A line of the log of requests: the request and the status of its response."""
@@ -174,7 +175,8 @@ class GuardedServer:
         front = psutil.Process(self.live.process.pid)
         memory: Counter[str] = Counter()
         for process in self.processes():
-            memory[kind(process)] += written_bytes(process.pid)
+            with suppress(psutil.NoSuchProcess, OSError):  # one that compiled a grammar ends meanwhile
+                memory[kind(process)] += written_bytes(process.pid)
         return Rest(self.tasks(), len(front.net_connections("all")), state["free_request_slots"], dict(memory))
 
     # --- what must hold -----------------------------------------------------------------------------------------------

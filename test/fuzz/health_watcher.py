@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 SILENCE_S = 1.0
-GIVE_UP_S = 60.0
+GIVE_UP_S = 300.0
 PAUSE_S = 0.05
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 

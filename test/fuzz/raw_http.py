@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import contains
 from typing import Literal
 
-ANSWER_LIMIT_S = 20.0
+ANSWER_LIMIT_S = 300.0
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3})")
 NUM_THREADS = 16
 

@@ -67,9 +67,9 @@ def warm_up(url: str) -> None:
         assert httpx.get(url + path).status_code == 200
     schema = {"type": "object", "properties": {f"name{i}": {"type": ["string", "number"]} for i in range(500)}}
     params = {"max_new_tokens": 2, "json_schema": json.dumps(schema)}
-    answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params}, timeout=60)
+    answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params}, timeout=300)
     assert answer.status_code == 200, answer.text
-    httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60)  # served or refused, but read
+    httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=300)  # served or refused, but read
     fill_word_cache(url)
     fill_pool(url)
     open_sessions(url)
@@ -81,14 +81,14 @@ def fill_word_cache(url: str) -> None:
     draw = random.Random(0)
     for _ in range(20):
         text = "".join(draw.choices(string.printable + "äöüßéñçłø漢字かな한국😀", k=20_000))
-        assert httpx.post(f"{url}/tokenize", json={"prompt": text}, timeout=60).status_code == 200
+        assert httpx.post(f"{url}/tokenize", json={"prompt": text}, timeout=300).status_code == 200
 
 
 def fill_pool(url: str) -> None:
     """Its memory is the server's from the first use on."""
     prompts = [[first] * (CONTEXT - 2) for first in range(5, 5 + TOKENS // (CONTEXT - 2))]
     body = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
-    assert httpx.post(f"{url}/generate", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/generate", json=body, timeout=300).status_code == 200
 
 
 def open_sessions(url: str) -> None:
@@ -103,6 +103,6 @@ def probe(url: str) -> None:
     """An ordinary request and a structured one are served."""
     rid = {"rid": "probe"}
     for params in ({"max_new_tokens": 2}, {"max_new_tokens": 8, "regex": "[0-9]{3}"}):
-        answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params, **rid}, timeout=60)
+        answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params, **rid}, timeout=300)
         if answer.status_code != 200:
             raise Damage(f"an ordinary request gets {answer.status_code}: {answer.text}")

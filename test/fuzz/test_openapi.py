@@ -53,7 +53,7 @@ CHECKS: list[CheckFunction] = [
 ]
 UNDO = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
 PROFILER = re.compile("_profile$")
-ANSWER_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 300.0
 USER = [{"role": "user", "content": "a"}]
 SHORT_ANSWERS: dict[str, dict[str, Any]] = {
     "/generate": {"sampling_params": {"max_new_tokens": 2}},

@@ -60,7 +60,7 @@ def served(folders: dict[str, Path]) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def http(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with httpx.Client(base_url=served.url, timeout=300) as client:
         yield client
 
 
@@ -363,7 +363,7 @@ def test_files_that_change_after_an_adapter_has_left_main_memory(tmp_path: Path)
     rest = ("--allowed-local-lora-path", str(tmp_path))
     with (
         live_server("--lora-paths", f"one={one}", f"two={two}", *limits, *rest) as running,
-        httpx.Client(base_url=running.url, timeout=60) as http,
+        httpx.Client(base_url=running.url, timeout=300) as http,
     ):
         before = generate(http, lora_path="one")
         assert generate(http, lora_path="two") != before

@@ -34,7 +34,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def post(server: ScriptedServer, path: str, **body: Any) -> Any:
-    answer = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=60)
+    answer = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=300)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
         return answer.json()

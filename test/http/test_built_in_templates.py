@@ -44,7 +44,7 @@ def v4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def ask(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}{path}", json={"model": "default", **body}, timeout=60)
+    answer = httpx.post(f"{server.url}{path}", json={"model": "default", **body}, timeout=300)
     assert answer.status_code == 200, answer.text
     content: dict[str, Any] = answer.json()
     return content
@@ -83,7 +83,7 @@ def test_whose_template_it_is(kept: str, tmp_path: Path) -> None:
     with live_server("--model-path", str(tmp_path), "--max-total-tokens", "2048", *flags) as server:
         if kept == "other":
             body = {"model": "default", "messages": messages}
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
             assert answer.status_code == 400 and NO_TEMPLATE in answer.text
             return
         chat = ask(server, "/v1/chat/completions", messages=messages, max_tokens=2)

@@ -88,7 +88,7 @@ def test_a_conversation_with_pictures(seen: Seen) -> None:
     parts: list[Any] = [{"type": "text", "text": "w3 w4 w5"}]
     for image, behind in zip(images, ("w6 w7", "w8"), strict=True):
         parts += [{"type": "image_url", "image_url": {"url": url(image)}}, {"type": "text", "text": behind}]
-    with openai.OpenAI(base_url=f"{seen.server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{seen.server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         answer = client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": parts}], max_tokens=NEW_TOKENS, temperature=0.0,
             extra_body={"ignore_eos": True},
@@ -99,7 +99,7 @@ def test_a_conversation_with_pictures(seen: Seen) -> None:
 
 def test_a_picture_that_is_none(seen: Seen) -> None:
     with (
-        openai.OpenAI(base_url=f"{seen.server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=f"{seen.server.url}/v1", api_key="none", max_retries=0, timeout=300) as client,
         pytest.raises(openai.BadRequestError, match="no format that is read here"),
     ):
         part: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

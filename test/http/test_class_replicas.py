@@ -33,12 +33,14 @@ def test_replicas_of_a_class_answer_as_it_does(tmp_path: Path) -> None:
     with live_server("--model-path", str(tmp_path), *flags) as server:
 
         def ask(ids: list[int]) -> list[int]:
-            reply = httpx.post(f"{server.url}/generate", json={"input_ids": ids, "sampling_params": params}, timeout=60)
+            reply = httpx.post(
+                f"{server.url}/generate", json={"input_ids": ids, "sampling_params": params}, timeout=300
+            )
             tokens: list[int] = reply.json()["output_ids"]
             return tokens
 
         with ThreadPoolExecutor(len(prompts)) as threads:
             answers = list(threads.map(ask, prompts))
-        info = httpx.get(f"{server.url}/server_info", timeout=60).json()
+        info = httpx.get(f"{server.url}/server_info", timeout=300).json()
     assert answers == [generated(model, ids) for ids in prompts]
     assert [state["num_generated_tokens"] > 0 for state in info["internal_states"]] == [True, True]

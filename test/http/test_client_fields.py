@@ -21,7 +21,7 @@ APPLES = "Tom has 12 apples. He buys 30 more and then gives 5 away. How many doe
 
 @pytest.fixture(scope="module")
 def parsing(parsing_server: LiveServer) -> Any:
-    with httpx.Client(base_url=parsing_server.url, timeout=60) as client:
+    with httpx.Client(base_url=parsing_server.url, timeout=300) as client:
         yield client
 
 
@@ -61,7 +61,7 @@ def short_context() -> Iterator[LiveServer]:
 def test_an_answer_that_fills_the_context(short_context: LiveServer, stream: bool) -> None:
     """The prompt leaves a few tokens; the schema makes the answer longer."""
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 400}}, "required": ["a"]}
-    with anthropic.Anthropic(base_url=short_context.url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=short_context.url, api_key="none", max_retries=0, timeout=300) as client:
         form = {"format": {"type": "json_schema", "schema": schema}}
         options: Any = {"model": "tiny", "thinking": {"type": "disabled"}, "output_config": form}
         count = client.messages.count_tokens(**options, messages=HELLO).input_tokens
@@ -77,12 +77,12 @@ def test_an_answer_that_fills_the_context(short_context: LiveServer, stream: boo
                 answer = client.messages.create(**options, max_tokens=limit)
             assert (answer.stop_reason, answer.usage.output_tokens) == (reason, min(room, limit))
     chat = {"messages": messages, "max_tokens": FAR, "ignore_eos": True}
-    reply = httpx.post(f"{short_context.url}/v1/chat/completions", json=chat, timeout=60).json()
+    reply = httpx.post(f"{short_context.url}/v1/chat/completions", json=chat, timeout=300).json()
     assert finishes(reply) == ["length"]
 
 
 def test_tokens_of_thoughts_are_counted_where_clients_look(parsing_server: LiveServer) -> None:
-    with openai.OpenAI(base_url=f"{parsing_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{parsing_server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         options: Any = {"model": "tiny", "messages": [{"role": "user", "content": APPLES}], "temperature": 0}
         usages = [client.chat.completions.create(**options).usage]
         chunks = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})

@@ -30,7 +30,7 @@ MESSAGES: Any = [{"role": "user", "content": "Read both."}, *turn(1), *turn(2)]
 
 @pytest.fixture(scope="module")
 def claude(parsing_server: LiveServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=parsing_server.url, api_key="none", max_retries=0, timeout=60) as connected:
+    with anthropic.Anthropic(base_url=parsing_server.url, api_key="none", max_retries=0, timeout=300) as connected:
         yield connected
 
 

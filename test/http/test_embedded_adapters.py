@@ -45,7 +45,7 @@ def said(http: httpx.Client, model: str) -> str:
 
 
 def test_each_answers_in_its_manner(served: LiveServer) -> None:
-    with httpx.Client(base_url=served.url, timeout=60, headers={"Authorization": "Bearer key"}) as http:
+    with httpx.Client(base_url=served.url, timeout=300, headers={"Authorization": "Bearer key"}) as http:
         body = {"lora_name": "farewell", "lora_path": str(Path(ADAPTERS_PATH) / "farewell")}
         assert http.post("/load_lora_adapter", json=body).status_code == 200
         for _ in range(2):  # replicas take turns

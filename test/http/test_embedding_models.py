@@ -54,7 +54,7 @@ def served(folder: Path) -> Iterator[LiveServer]:
 
 
 def test_the_embeddings_are_those_of_transformers(served: LiveServer, folder: Path) -> None:
-    answer = httpx.post(f"{served.url}/v1/embeddings", json={"model": "x", "input": TEXTS}, timeout=60).json()
+    answer = httpx.post(f"{served.url}/v1/embeddings", json={"model": "x", "input": TEXTS}, timeout=300).json()
     model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
     for text, entry in zip(TEXTS, answer["data"], strict=True):
         ids = tokenizer(text)["input_ids"]

@@ -54,11 +54,11 @@ def reference() -> Reference:
 
 
 def post(server: LiveServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60)
+    return httpx.post(server.url + path, json=body, timeout=300)
 
 
 def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 @pytest.mark.parametrize("dimensions", [None, 8])

@@ -13,7 +13,7 @@ import uvicorn
 from sglang.srt.entrypoints.http_protocol import HttpProtocol
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
-PATIENCE_S = 30.0
+PATIENCE_S = 300.0
 LATER_S = 0.3
 """By then the server has seen the end of what the client sends."""
 

@@ -27,7 +27,7 @@ def returning() -> Iterator[LiveServer]:
 
 
 def generate(server: LiveServer, **body: Any) -> Any:
-    reply = httpx.post(f"{server.url}/generate", json={"sampling_params": PARAMS, **body}, timeout=60)
+    reply = httpx.post(f"{server.url}/generate", json={"sampling_params": PARAMS, **body}, timeout=300)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -55,7 +55,7 @@ def test_whole_answers(returning: LiveServer) -> None:
 
 def test_streams_end_with_them(returning: LiveServer) -> None:
     body = {"text": OTHER, "sampling_params": PARAMS, "stream": True, "return_hidden_states": True}
-    with httpx.stream("POST", f"{returning.url}/generate", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{returning.url}/generate", json=body, timeout=300) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     events = [json.loads(line) for line in lines[:-1]]
     assert lines[-1] == "[DONE]" and not any("hidden_states" in event["meta_info"] for event in events[:-1])
@@ -71,12 +71,12 @@ def test_sessions_have_them(returning: LiveServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_many_are_refused_before_anything_runs(returning: LiveServer, stream: bool) -> None:
     body = {"text": [PROMPT] * 4000, "sampling_params": {"max_new_tokens": 400}, "return_hidden_states": True}
-    reply = httpx.post(f"{returning.url}/generate", json={**body, "stream": stream}, timeout=60)
+    reply = httpx.post(f"{returning.url}/generate", json={**body, "stream": stream}, timeout=300)
     assert reply.status_code == 400 and "hidden states" in reply.text and "ask for fewer" in reply.text
 
 
 def test_the_flag_is_named_where_it_is_missing(server: LiveServer) -> None:
-    reply = httpx.post(f"{server.url}/generate", json={"text": PROMPT, "return_hidden_states": True}, timeout=60)
+    reply = httpx.post(f"{server.url}/generate", json={"text": PROMPT, "return_hidden_states": True}, timeout=300)
     assert reply.status_code == 400 and "--enable-return-hidden-states" in reply.text
-    reply = httpx.post(f"{server.url}/generate", json={"text": PROMPT, "return_hidden_states": "yes"}, timeout=60)
+    reply = httpx.post(f"{server.url}/generate", json={"text": PROMPT, "return_hidden_states": "yes"}, timeout=300)
     assert reply.status_code == 400

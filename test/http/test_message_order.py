@@ -39,7 +39,7 @@ def folding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer
 
 
 def post(server: ScriptedServer, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=60)
+    return httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=300)
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])

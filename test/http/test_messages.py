@@ -43,7 +43,7 @@ def server() -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> Iterator[anthropic.Anthropic]:
     """It sends its key as `x-api-key`."""
-    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as connected:
+    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=300) as connected:
         yield connected
 
 
@@ -58,7 +58,7 @@ def ask(client: anthropic.Anthropic, *content: Any, **options: Any) -> Any:
 def post(server: LiveServer, path: str = "/v1/messages", **body: Any) -> httpx.Response:
     fixed = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
     body = {name: value for name, value in {**fixed, **body}.items() if value is not None}
-    return httpx.post(server.url + path, json=body, headers={"x-api-key": KEY}, timeout=60)
+    return httpx.post(server.url + path, json=body, headers={"x-api-key": KEY}, timeout=300)
 
 
 def test_text(client: anthropic.Anthropic) -> None:

@@ -35,7 +35,7 @@ def server(parsing_server: LiveServer) -> LiveServer:
 
 @pytest.fixture(scope="module")
 def client(parsing_server: LiveServer) -> ollama.Client:
-    return ollama.Client(host=parsing_server.url, timeout=60)
+    return ollama.Client(host=parsing_server.url, timeout=300)
 
 
 def ask(client: ollama.Client, content: str, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def ask(client: ollama.Client, content: str, **options: Any) -> Any:
 
 
 def post(server: LiveServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60)
+    return httpx.post(server.url + path, json=body, timeout=300)
 
 
 def joined(parts: Any) -> dict[str, Any]:

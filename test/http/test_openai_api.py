@@ -253,7 +253,7 @@ def test_models(client: openai.OpenAI) -> None:
 async def test_async_client_sees_many_streams_at_once(client: openai.OpenAI) -> None:
     import asyncio
 
-    async with openai.AsyncOpenAI(base_url=client.base_url, api_key="none", timeout=60) as many:
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key="none", timeout=300) as many:
 
         async def one(seed: int) -> int:
             stream = await many.chat.completions.create(

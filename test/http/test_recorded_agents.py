@@ -56,7 +56,7 @@ def pieces(events: str) -> Iterator[str]:
 def sent(server: ScriptedServer, name: str, which: int) -> tuple[dict[str, Any], str, str]:
     """The body, the text of the answer's events, and the prompt."""
     entry = recorded(name)[which]
-    answer = httpx.post(server.url + entry["path"], json=entry["body"], headers=entry["headers"], timeout=60)
+    answer = httpx.post(server.url + entry["path"], json=entry["body"], headers=entry["headers"], timeout=300)
     assert answer.status_code == 200, answer.text
     return entry["body"], answer.text, server.prompts()[-1]["prompt"]
 

@@ -46,7 +46,7 @@ def server(parsing_server: LiveServer) -> LiveServer:
 
 @pytest.fixture(scope="module")
 def client(parsing_server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{parsing_server.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
+    with openai.OpenAI(base_url=f"{parsing_server.url}/v1", api_key="none", max_retries=0, timeout=300) as connected:
         yield connected
 
 
@@ -55,7 +55,7 @@ def ask(client: openai.OpenAI, content: Any, **options: Any) -> Any:
 
 
 def post(server: LiveServer, path: str = "/v1/responses", **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json={"input": "Hi", "max_output_tokens": 4, **body}, timeout=60)
+    return httpx.post(server.url + path, json={"input": "Hi", "max_output_tokens": 4, **body}, timeout=300)
 
 
 def plain(items: Any) -> list[dict[str, Any]]:
@@ -271,7 +271,7 @@ def test_input_items(client: openai.OpenAI) -> None:
 
 
 def until_ended(client: openai.OpenAI, response: Any) -> Any:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while response.status in ("queued", "in_progress") and time.monotonic() < limit:
         time.sleep(0.02)
         response = client.responses.retrieve(response.id)
@@ -293,7 +293,7 @@ def test_cancel(client: openai.OpenAI, server: LiveServer) -> None:
     started = ask(client, "Hi", background=True, text={"format": LONG}, reasoning=QUIET)
     assert client.responses.cancel(started.id).status == "cancelled"
     assert client.responses.retrieve(started.id).status == "cancelled"
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 300
     while num_unfinished(server) and time.monotonic() < limit:
         time.sleep(0.02)
     assert num_unfinished(server) == 0 and client.responses.retrieve(started.id).status == "cancelled"

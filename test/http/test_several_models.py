@@ -38,7 +38,7 @@ def started(folder: Path, **more: Any) -> LiveServer:
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     server = started(tmp_path_factory.mktemp("models"))
     try:
-        with httpx.Client(base_url=server.url, timeout=120) as client:
+        with httpx.Client(base_url=server.url, timeout=300) as client:
             yield client
     finally:
         server.end()
@@ -149,7 +149,7 @@ def test_swaps_leave_nothing_behind(swaps: int, tmp_path: Path) -> None:
     """And one model goes on when the other one's process has been killed."""
     server = started(tmp_path)
     try:
-        with httpx.Client(base_url=server.url, timeout=120) as http:
+        with httpx.Client(base_url=server.url, timeout=300) as http:
             expected = text(http, "first")
             pid, held = server.process.pid, list[Held]()
             for swap in range(swaps):
@@ -213,7 +213,7 @@ def test_keys_are_those_of_the_route(tmp_path: Path) -> None:
     server = LiveServer("--models", str(file), "--model-path", DEFAULT_MODEL_PATH, *keys).wait_up()
     paths = ("/unload", "/api/models/unload/first", "/upstream/first/flush_cache", "/upstream/first/abort_request/")
     try:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=300) as http:
             assert ask(http, "first").status_code == http.get("/upstream/first/v1/models").status_code == 401
             for path in paths:
                 assert http.post(path, headers={"x-api-key": "user"}).status_code == 403, path

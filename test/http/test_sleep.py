@@ -25,7 +25,7 @@ def sleepy() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def http(sleepy: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=sleepy.url, timeout=60) as client:
+    with httpx.Client(base_url=sleepy.url, timeout=300) as client:
         yield client
 
 
@@ -97,7 +97,7 @@ def test_requests_that_run(mode: str, http: httpx.Client) -> None:
 
 
 def test_a_request_wakes_the_server() -> None:
-    with live_server(*FLAGS, "--wake-on-request") as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with live_server(*FLAGS, "--wake-on-request") as server, httpx.Client(base_url=server.url, timeout=300) as http:
         expected = text_of(http)
         assert http.post("/sleep").status_code == 200
         found: list[str] = []
@@ -139,7 +139,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_sleep(layout: str) -> None:
-    with live_server(*FLAGS, *LAYOUTS[layout]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with live_server(*FLAGS, *LAYOUTS[layout]) as server, httpx.Client(base_url=server.url, timeout=300) as http:
         expected = text_of(http)
         for _ in range(2):
             assert http.post("/release_memory_occupation").status_code == 200
@@ -158,7 +158,7 @@ def test_adapters() -> None:
     limits = ("--max-lora-rank", "8", "--max-loras-per-batch", "2", "--max-loaded-loras", "2", "--api-key", "key")
     with (
         live_server(*FLAGS, "--lora-paths", *paths, *limits) as running,
-        httpx.Client(base_url=running.url, timeout=60, headers={"Authorization": "Bearer key"}) as http,
+        httpx.Client(base_url=running.url, timeout=300, headers={"Authorization": "Bearer key"}) as http,
     ):
         body = {"lora_name": "farewell", "lora_path": f"{ADAPTERS_PATH}/farewell"}
         assert http.post("/load_lora_adapter", json=body).status_code == 200

@@ -44,7 +44,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-external-corpus-max-tokens", "2000"]
     flags += ["--speculative-ngram-external-corpus-path", str(texts), "--enable-metrics", "--served-model-name", "tiny"]
     flags += ["--decode-log-interval", "1"]
-    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=300) as client:
         yield client
         log = server.log()
         assert "Traceback" not in log and ", accept len: " in log
@@ -224,7 +224,7 @@ def draft_flags(drafter: str, folder: Path) -> list[str]:
 def test_every_drafter_gives_the_same_tokens(http: httpx.Client, drafter: str, tmp_path: Path) -> None:
     """With grammars, penalties, several answers, stop strings: what a server without drafts answers."""
     flags = ["--speculative-algorithm", drafter, *draft_flags(drafter, tmp_path)]
-    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=300) as client:
         for name, params in CALLS.items():
             plain, drafted = (as_list(generate(each, params)) for each in (http, client))
             for without, with_drafts in zip(plain, drafted, strict=True):

@@ -32,11 +32,11 @@ def ask(directory: Path, attached: bool) -> tuple[dict[str, Any], dict[str, floa
         flags += ["--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config", extra]
         flags += ["--hicache-storage-prefetch-policy", "wait_complete", "--hicache-write-policy", "write_through"]
     headers = {"Authorization": "Bearer secret"} if attached else {}
-    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
+    with live_server(*flags) as server, httpx.Client(base_url=server.url, timeout=300, headers=headers) as client:
         if attached:
             attach(client, extra)
         answer = client.post("/generate", json=BODY).raise_for_status().json()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while (seen := metrics(client)).get("sglang:prefetched_tokens_total", 0) + seen.get(
             "sglang:backuped_tokens_total", 0
         ) < 256:

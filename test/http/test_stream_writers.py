@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 NUM_OUTPUTS, OUTPUT_CHARS = 40, 1 << 19
 """Together more than sockets hold for a client that does not read."""
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Application:

@@ -20,7 +20,7 @@ WIZARD, DETAIL, NEXT = "Tell me a very long story about a wizard.", " Continue i
 def streaming() -> Iterator[httpx.Client]:
     with (
         live_server("--enable-streaming-session", "--page-size", "1") as running,
-        httpx.Client(base_url=running.url, timeout=60) as client,
+        httpx.Client(base_url=running.url, timeout=300) as client,
     ):
         yield client
 

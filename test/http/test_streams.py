@@ -34,7 +34,7 @@ def test_waiting_streams_are_kept_alive(server: LiveServer, path: str) -> None:
     """The engine pauses, so that nothing comes before the stream has shown that it lives."""
     httpx.post(f"{server.url}/pause_generation", json={"mode": "in_place"})
     lines = []
-    with httpx.stream("POST", server.url + path, json={**BODIES[path], "stream": True}, timeout=60) as response:
+    with httpx.stream("POST", server.url + path, json={**BODIES[path], "stream": True}, timeout=300) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line == COMMENT and COMMENT not in lines:
@@ -46,7 +46,7 @@ def test_waiting_streams_are_kept_alive(server: LiveServer, path: str) -> None:
 
 def test_clients_pass_over_comments(server: LiveServer) -> None:
     httpx.post(f"{server.url}/pause_generation", json={"mode": "in_place"})
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         messages: Any = MESSAGES
         stream = client.chat.completions.create(model="any", messages=messages, temperature=0, stream=True)
         httpx.post(f"{server.url}/continue_generation")
@@ -68,7 +68,7 @@ def test_an_answer_is_aborted_by_its_id(server: LiveServer, path: str) -> None:
     """That is what a client sees of a request to which it gave no id."""
     body = {**BODIES[path], **LONG_ANSWERS[path], "stream": True}
     lines = []
-    with httpx.stream("POST", server.url + path, json=body, timeout=60) as response:
+    with httpx.stream("POST", server.url + path, json=body, timeout=300) as response:
         for line in response.iter_lines():
             if line.startswith("data: {") and not lines:
                 event = json.loads(line[6:])
@@ -88,7 +88,7 @@ def test_what_is_wrong_at_once_is_a_status(server: LiveServer) -> None:
 def test_an_aborted_stream_ends_with_an_error(server: LiveServer, path: str) -> None:
     body = {**BODIES[path], "stream": True, "max_tokens": 3000, "ignore_eos": True}
     events = []
-    with httpx.stream("POST", server.url + path, json=body, timeout=60) as response:
+    with httpx.stream("POST", server.url + path, json=body, timeout=300) as response:
         for line in response.iter_lines():
             if not events:
                 httpx.post(f"{server.url}/abort_request", json={"abort_all": True})
@@ -99,7 +99,7 @@ def test_an_aborted_stream_ends_with_an_error(server: LiveServer, path: str) -> 
 
 
 def test_the_client_sees_the_error(server: LiveServer) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         messages: Any = MESSAGES
         options: Any = {"extra_body": {"ignore_eos": True}, "max_tokens": 3000}
         with pytest.raises(openai.APIError, match="aborted"):

@@ -48,12 +48,12 @@ class Served:
         self.server, self.model, self.tokenizer = server, model, tokenizer
 
     def post(self, path: str, **body: Any) -> Any:
-        reply = httpx.post(self.server.url + path, json=body, timeout=60)
+        reply = httpx.post(self.server.url + path, json=body, timeout=300)
         assert reply.status_code == 200, reply.text
         return reply.json()
 
     def refused(self, path: str, **body: Any) -> str:
-        reply = httpx.post(self.server.url + path, json=body, timeout=60)
+        reply = httpx.post(self.server.url + path, json=body, timeout=300)
         assert reply.status_code == 400
         return reply.text
 
@@ -90,7 +90,7 @@ def test_embeddings(embedder: Served, dimensions: int | None) -> None:
     ids[3] = [*ids[3][:15], 3]
     want = torch.stack([expected(embedder.model, EMBED, each, "mean") for each in ids])[:, :dimensions]
     options: Any = {} if dimensions is None else {"dimensions": dimensions}
-    with openai.OpenAI(base_url=f"{embedder.server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{embedder.server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         for given in (texts, ids):
             answer = client.embeddings.create(model="any", input=given, **options)
             np.testing.assert_allclose([entry.embedding for entry in answer.data], want, atol=1e-4)

@@ -33,16 +33,16 @@ def ids_only() -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize(("path", "body"), REFUSED)
 def test_text_is_refused(ids_only: LiveServer, path: str, body: dict[str, Any]) -> None:
-    reply = httpx.post(ids_only.url + path, json=body, timeout=60)
+    reply = httpx.post(ids_only.url + path, json=body, timeout=300)
     assert reply.status_code == 400 and "--skip-tokenizer-init" in reply.text
 
 
 def test_ids_are_served(ids_only: LiveServer, http: httpx.Client) -> None:
     body = {"input_ids": [[5, 6, 7], [9]], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
-    results = httpx.post(f"{ids_only.url}/generate", json=body, timeout=60).json()
+    results = httpx.post(f"{ids_only.url}/generate", json=body, timeout=300).json()
     assert [result["output_ids"] for result in results] == [
         result["output_ids"] for result in http.post("/generate", json=body).json()
     ]
     assert all("text" not in result for result in results)
-    embedded = httpx.post(f"{ids_only.url}/v1/embeddings", json={"input": [5, 6, 7]}, timeout=60).json()
+    embedded = httpx.post(f"{ids_only.url}/v1/embeddings", json={"input": [5, 6, 7]}, timeout=300).json()
     assert len(embedded["data"][0]["embedding"]) == 256

@@ -59,7 +59,7 @@ def llguidance_server() -> Iterator[LiveServer]:
 
 
 def connect(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -453,7 +453,7 @@ def test_reasoning_that_a_native_request_requires(each_client: openai.OpenAI, st
     """The grammar begins behind the thoughts, which are counted and leave room for the answer."""
     prompt = f"<|im_start|>user\n{APPLES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     params = {"temperature": 0, "max_new_tokens": 80}
-    with httpx.Client(base_url=str(each_client.base_url.join("/")), timeout=60) as http:
+    with httpx.Client(base_url=str(each_client.base_url.join("/")), timeout=300) as http:
 
         def generate(params: dict[str, Any]) -> dict[str, Any]:
             body = {"text": prompt, "sampling_params": params, "require_reasoning": True, "stream": stream}

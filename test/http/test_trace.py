@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -39,7 +40,10 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
         running.shutdown()
 
 
-def test_requests_become_spans_of_the_clients_trace(collector: tuple[str, list[Any]]) -> None:
+def test_requests_become_spans_of_the_clients_trace(
+    collector: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds; at its end a server has one second to send
     endpoint, spans = collector
     flags = ("--served-model-name", "tiny", "--enable-trace", "--otlp-traces-endpoint", endpoint)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "What is 15+27?"}], "temperature": 0}
@@ -51,8 +55,8 @@ def test_requests_become_spans_of_the_clients_trace(collector: tuple[str, list[A
                 headers={"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"},
             )
             assert answer.status_code == 200
-    # The end of the server sends what has not been sent.
-    ours = [span for span in spans if span.trace_id.hex() == TRACE]
+        while len(ours := [span for span in spans if span.trace_id.hex() == TRACE]) < 10:
+            time.sleep(0.05)
     assert [span.name for span in ours] == ["received", "queued", "prefill", "decode", "request"] * 2
     for *children, root in (ours[:5], ours[5:]):
         assert root.parent_span_id.hex() == "b7ad6b7169203331"

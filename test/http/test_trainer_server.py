@@ -114,7 +114,7 @@ async def the_calls_of_verl() -> None:
     server.should_exit = True
     await task
     with pytest.raises(RequestError, match="shutting down"):
-        await asyncio.wait_for(waiting, 60)
+        await asyncio.wait_for(waiting, 300)
     assert not [pid for pid in manager._handle.process_ids.values() if Path(f"/proc/{pid}").exists()]
 
 

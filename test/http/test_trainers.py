@@ -42,7 +42,7 @@ def served() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def http(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=120) as client:
+    with httpx.Client(base_url=served.url, timeout=300) as client:
         yield client
 
 

@@ -35,7 +35,7 @@ def served() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def http(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=120, headers=KEY) as client:
+    with httpx.Client(base_url=served.url, timeout=300, headers=KEY) as client:
         yield client
 
 

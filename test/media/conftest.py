@@ -36,5 +36,5 @@ def server(seeing_model: Path, allowed_directory: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with httpx.Client(base_url=server.url, timeout=300) as client:
         yield client

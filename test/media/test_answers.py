@@ -106,7 +106,7 @@ def test_tokens_are_those_of_transformers(
         text, images = case
         body = {"text": text, "image_data": [data_url(encoded(image)) for image in images]}
         params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        answer = httpx.post(f"{server.url}/generate", json=body | {"sampling_params": params}, timeout=120)
+        answer = httpx.post(f"{server.url}/generate", json=body | {"sampling_params": params}, timeout=300)
         assert answer.status_code == 200, answer.text
         return list(answer.json()["output_ids"])
 
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_transformers(
 
 
 def test_a_conversation_by_openai(server: LiveServer) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
     part = {"type": "image_url", "image_url": {"url": data_url(encoded(PICTURES[0]))}}
     content: Any = [{"type": "text", "text": "What is this?"}, part]
     answers = [
@@ -137,7 +137,7 @@ def test_without_the_tower_images_are_refused(folder: Path, model: transformers.
     try:
         url = running.wait_up().url
         body = {"text": PLACEHOLDER, "image_data": data_url(encoded(PICTURES[0]))}
-        refused = httpx.post(f"{url}/generate", json=body, timeout=60)
+        refused = httpx.post(f"{url}/generate", json=body, timeout=300)
         assert refused.status_code == 400 and "--language-model-only" in refused.text, refused.text
         assert httpx.get(f"{url}/model_info").json()["has_image_understanding"] is False
     finally:

@@ -450,7 +450,7 @@ def test_tokens_are_those_of_transformers(served: Served) -> None:
         placeholder = served.form.image if kind == "image" else served.form.video
         body = {"text": f"Look: {placeholder} What is it?", f"{kind}_data": url}
         params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        answer = httpx.post(f"{served.server.url}/generate", json=body | {"sampling_params": params}, timeout=120)
+        answer = httpx.post(f"{served.server.url}/generate", json=body | {"sampling_params": params}, timeout=300)
         assert answer.status_code == 200, answer.text
         output = answer.json()["output_ids"]
         assert len(output) == NEW_TOKENS and output == served.greedy(kind, output), kind
@@ -459,7 +459,7 @@ def test_tokens_are_those_of_transformers(served: Served) -> None:
 def test_conversations_by_real_clients(served: Served) -> None:
     """openai, anthropic and ollama are told the same about a picture; openai takes a video, too."""
     url, picture_file = served.server.url, encoded(PICTURE)
-    of_openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    of_openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
     shown: list[Any] = [{"type": "image_url", "image_url": {"url": data_url(picture_file)}}]
     words: list[Any] = [{"type": "text", "text": "What is this?"}]
 
@@ -471,13 +471,13 @@ def test_conversations_by_real_clients(served: Served) -> None:
     assert first.usage.prompt_tokens > len(served.of_image()[0]) and first.choices[0].message.content
     source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture_file).decode()}
     messages: Any = [{"role": "user", "content": [{"type": "image", "source": source}, *words]}]
-    of_anthropic = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+    of_anthropic = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=300)
     second = of_anthropic.messages.create(
         model="seeing", messages=messages, max_tokens=8, extra_body={"temperature": 0}
     )
     assert second.usage.input_tokens == first.usage.prompt_tokens
     assert "".join(getattr(block, "text", "") for block in second.content) == first.choices[0].message.content
-    third = ollama.Client(host=url, timeout=120).chat(
+    third = ollama.Client(host=url, timeout=300).chat(
         model="seeing",
         messages=[{"role": "user", "content": "What is this?", "images": [picture_file]}],
         options={"num_predict": 8, "temperature": 0},
@@ -494,6 +494,6 @@ def test_conversations_by_real_clients(served: Served) -> None:
 
 def test_a_damaged_video_is_refused(served: Served) -> None:
     body = {"text": f"Look: {served.form.video}", "video_data": data_url(MOVIE[: len(MOVIE) // 2], "video/mp4")}
-    answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=60)
+    answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=300)
     reason = "damaged" if served.form.video else "videos are not read by this model"
     assert answer.status_code == 400 and reason in answer.text, answer.text

@@ -24,7 +24,7 @@ PROMPT = "<|vision_start|><|image_pad|><|vision_end|>"
 
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def image(data: bytes, detail: str = "auto") -> dict[str, Any]:
@@ -215,7 +215,7 @@ def test_responses_with_images_and_a_conversation_that_goes_on(client: openai.Op
 
 
 def test_messages_with_image_blocks(server: LiveServer) -> None:
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300)
     data = base64.b64encode(SMALL).decode()
     block: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     content: Any = [block, {"type": "text", "text": "Look"}]
@@ -239,7 +239,7 @@ def test_messages_with_image_blocks(server: LiveServer) -> None:
 
 
 def test_ollama_with_images(server: LiveServer) -> None:
-    client = ollama.Client(host=server.url, timeout=120)
+    client = ollama.Client(host=server.url, timeout=300)
     options = {"num_predict": 2}
     plain = client.chat(model="seeing", messages=[{"role": "user", "content": "Look"}], options=options)
     seen = client.chat(

@@ -80,7 +80,7 @@ def test_a_picture_in_prompts_and_conversations(served: Served) -> None:
         {"input_ids": [*ids[:2], IMAGE, *ids[2:]]},
     ):
         asked = {**body, "image_data": url, "sampling_params": params}
-        answer = httpx.post(f"{served.server.url}/generate", json=asked, timeout=120)
+        answer = httpx.post(f"{served.server.url}/generate", json=asked, timeout=300)
         assert answer.status_code == 200, answer.text
         prompt, said = served.wanted(answer.json()["output_ids"])
         assert answer.json()["output_ids"] == said and answer.json()["meta_info"]["prompt_tokens"] == len(prompt)
@@ -92,7 +92,7 @@ def test_a_picture_in_prompts_and_conversations(served: Served) -> None:
     thoughtless = {"chat_template_kwargs": {"thinking": False}}
     messages = [{"role": "user", "content": content}]
     asked = {"model": "v41", "messages": messages, "max_tokens": 2, "temperature": 0, **thoughtless}
-    answer = httpx.post(f"{served.server.url}/v1/chat/completions", json=asked, timeout=120)
+    answer = httpx.post(f"{served.server.url}/v1/chat/completions", json=asked, timeout=300)
     assert answer.status_code == 200, answer.text
     assert "the built-in deepseek_v4.jinja for DeepseekV41ForCausalLM (edition 4.1)" in served.server.log()
     shown = "\n\n".join([*words[:2], PLACEHOLDER, *words[2:]])
@@ -101,5 +101,5 @@ def test_a_picture_in_prompts_and_conversations(served: Served) -> None:
     features = len(served.wanted([])[0]) - len(WORDS)
     assert tokens.count(IMAGE) == 1 and answer.json()["usage"]["prompt_tokens"] == len(tokens) - 1 + features
     body = {"input_ids": [*ids, IMAGE], "sampling_params": params}
-    answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=120)
+    answer = httpx.post(f"{served.server.url}/generate", json=body, timeout=300)
     assert answer.status_code == 200 and answer.json()["meta_info"]["prompt_tokens"] == len(ids) + 1, answer.text

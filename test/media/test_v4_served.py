@@ -57,7 +57,7 @@ def test_a_picture_in_prompts_and_conversations(tmp_path: Path) -> None:
         for before in (0, 3):
             text = " ".join([*words[:before], PLACEHOLDER, *words[before:]])
             asked = {"text": text, "image_data": url, "sampling_params": params}
-            answer = httpx.post(f"{server.url}/generate", json=asked, timeout=120)
+            answer = httpx.post(f"{server.url}/generate", json=asked, timeout=300)
             assert answer.status_code == 200, answer.text
             ids = [token for _, token in WORDS]
             prompt = [*ids[:before], shown, *ids[before:]]
@@ -66,7 +66,7 @@ def test_a_picture_in_prompts_and_conversations(tmp_path: Path) -> None:
             assert answer.json()["meta_info"]["prompt_tokens"] == len(ids_of(prompt))
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "wab"}]
         body = {"model": "v4", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         assert "the built-in deepseek_v4.jinja for DeepseekV4ForCausalLM (edition vision)" in server.log()
         ((_, _, mark, end),) = spans_of([shown])

@@ -147,6 +147,11 @@ class Environment:
     SGLANG_DRAIN_TIMEOUT: EnvVar[float] = EnvVar(
         _parse_positive_float, 60.0, "Seconds that running requests get to finish after SIGTERM."
     )
+    SGLANG_END_TIMEOUT: EnvVar[float] = EnvVar(
+        _parse_positive_float,
+        4.5,
+        "Seconds from the end of the drain until a server that has not ended by then is ended by force.",
+    )
     SGLANG_GRAMMAR_WARM_UP: EnvVar[bool] = EnvVar(
         _parse_bool, True, "Load what compiles grammars while the server starts, not with the first grammar."
     )

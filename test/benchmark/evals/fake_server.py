@@ -29,12 +29,12 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(300)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(300)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

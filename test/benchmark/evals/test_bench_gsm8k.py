@@ -68,7 +68,7 @@ def test_command_line(tmp_path: Path) -> None:
     with FakeServer(solver(answers)) as server:
         command = [sys.executable, str(SCRIPT), "--num-shots", "2", "--num-questions", "20", "--parallel", "8"]
         where = ["--host", "http://127.0.0.1", "--port", str(server.port), "--result-file", str(results)]
-        done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(
         r"Accuracy: 1\.000\nInvalid: 0\.000\nLatency: \d+\.\d{3} s\nOutput throughput: \d+\.\d{3} token/s\n"

@@ -165,7 +165,7 @@ def test_thoughts_do_not_count() -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300)
 
 
 def test_command_line(problems: list[dict[str, Any]], tmp_path: Path) -> None:

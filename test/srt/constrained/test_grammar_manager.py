@@ -53,7 +53,7 @@ class SlowBackend:
         self.backend.load()
 
     def compile(self, key: GrammarKey) -> Grammar:
-        self.go.wait(10)
+        self.go.wait(300)
         self.compiled.append(key)
         return self.backend.compile(key)
 
@@ -81,7 +81,7 @@ class Bench:
         pending = self.request(pattern)
         self.manager.build(pending, seconds)
         assert pending.build is not None
-        pending.build.result(10)
+        pending.build.result(300)
         return pending
 
 
@@ -103,7 +103,7 @@ def test_requests_do_not_block_and_share_the_work(bench: Bench) -> None:
         assert bench.manager.state(pending) == BuildState.RUNNING
     bench.backend.go.set()
     assert first.build is second.build and first.build is not None
-    first.build.result(10)
+    first.build.result(300)
     assert bench.manager.state(second) == BuildState.READY and len(bench.backend.compiled) == 1
 
 
@@ -156,7 +156,7 @@ def test_a_build_that_outlives_a_flush_is_not_kept(bench: Bench) -> None:
     bench.manager.flush()
     bench.backend.go.set()
     assert pending.build is not None
-    pending.build.result(10)
+    pending.build.result(300)
     assert bench.manager.num_cached() == 0 and bench.manager.built(pending) is not None
 
 
@@ -171,7 +171,7 @@ def test_what_nobody_waits_for_is_cancelled(bench: Bench) -> None:
     bench.manager.build(waiting, 0.0)
     bench.manager.keep_only([])
     bench.backend.go.set()
-    assert running.build is not None and running.build.result(10)
+    assert running.build is not None and running.build.result(300)
     assert waiting.build is not None and waiting.build.cancelled()
     assert GrammarKey("regex", "d") not in bench.backend.compiled
     assert dropped.build is None
@@ -183,7 +183,7 @@ def test_slow_grammars_wait_for_each_other_only(backend: XGrammarBackend, reques
     class Selective(SlowBackend):
         def compile(self, key: GrammarKey) -> Grammar:
             if key.source == "slow":
-                go.wait(10)
+                go.wait(300)
             return self.backend.compile(key)
 
     manager = GrammarManager(Selective(backend))
@@ -191,7 +191,7 @@ def test_slow_grammars_wait_for_each_other_only(backend: XGrammarBackend, reques
     slow, quick = (manager.request(GrammarKey("regex", pattern)) for pattern in ("slow", "quick"))
     manager.build(slow, 20.0)
     manager.build(quick, 0.1)
-    assert quick.build is not None and quick.build.result(10)
+    assert quick.build is not None and quick.build.result(300)
     assert manager.state(slow) == BuildState.RUNNING
     go.set()
 
@@ -208,7 +208,7 @@ def test_what_compiles_fastest_goes_first(bench: Bench) -> None:
     assert waiting[2].build is not None and waiting[2].build.cancel()
     bench.backend.go.set()
     for pending in (waiting[0], waiting[1], waiting[3]):
-        assert pending.build is not None and pending.build.result(10)
+        assert pending.build is not None and pending.build.result(300)
     assert [key.source for key in bench.backend.compiled] == ["first", "fast", "longer"]
 
 

@@ -188,7 +188,7 @@ def held_texts() -> list[str]:
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), 300))
 
 
 def num_sequences(name: str) -> int:

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from sglang.srt.entrypoints import exit_guard
-from sglang.srt.entrypoints.exit_guard import END_LIMIT_S, ExitGuard
+from sglang.srt.entrypoints.exit_guard import ExitGuard
+from sglang.srt.environ import Environment
 
-DRAIN_S = 60.0
+DRAIN_S, END_LIMIT_S = 60.0, Environment.SGLANG_END_TIMEOUT.default
 
 
 class Process:
@@ -36,7 +37,7 @@ class Process:
 
     def signal(self, number: int = signal.SIGINT) -> None:
         os.write(self.guard._writing, bytes([number]))
-        self._heard.get(timeout=30)
+        self._heard.get(timeout=300)
 
 
 @pytest.fixture
@@ -55,6 +56,13 @@ def test_a_second_signal_ends_the_drain_and_further_ones_move_nothing(process: P
         process.now += 1
         process.signal()
     assert process.end == end
+
+
+def test_the_end_has_the_time_that_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_END_TIMEOUT", "30")
+    process = Process(monkeypatch)
+    process.signal()
+    assert process.end == process.now + DRAIN_S + 30
 
 
 def test_steps_of_the_end_share_its_limit(process: Process) -> None:

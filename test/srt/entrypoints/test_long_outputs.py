@@ -66,7 +66,7 @@ def test_a_thread_ends_before_its_caller_is_cancelled() -> None:
 
     def work() -> None:
         begun.set()
-        may_end.wait(20)
+        may_end.wait(300)
         events.append("thread")
 
     async def caller() -> None:

@@ -69,7 +69,7 @@ async def ask(switch: ModelSwitch, name: str, turns: int = 1) -> None:
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 20))
+    asyncio.run(asyncio.wait_for(work(), 300))
 
 
 def test_one_is_awake() -> None:

@@ -51,7 +51,6 @@ from srt.kernels.census.moe import expert_weights
 from srt.layers.moe.moe_harness import tile_configs_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
-pytestmark = pytest.mark.timeout(900)  # two minutes for the first test, where three workers share two processors
 
 
 @pytest.fixture(scope="module")

@@ -30,17 +30,17 @@ class Threads(Group):
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         self.given[self.rank] = x
-        self.barrier.wait(60)
+        self.barrier.wait(300)
         gathered = torch.cat([each for each in self.given if each is not None], dim)
-        self.barrier.wait(60)
+        self.barrier.wait(300)
         return gathered
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         assert len(x) == self.size
         self.given[self.rank] = x
-        self.barrier.wait(60)
+        self.barrier.wait(300)
         received = torch.stack([each[self.rank] for each in self.given if each is not None])
-        self.barrier.wait(60)
+        self.barrier.wait(300)
         return received
 
 

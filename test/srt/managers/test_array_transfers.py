@@ -100,7 +100,7 @@ def play(test: Callable[[Bench], Awaitable[None]], folder: Path, num_replicas: i
     async def main() -> None:
         bench = Bench(folder, num_replicas)
         try:
-            await asyncio.wait_for(test(bench), 60)
+            await asyncio.wait_for(test(bench), 300)
         finally:
             bench.close()
 

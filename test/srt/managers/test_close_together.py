@@ -11,14 +11,15 @@ import pytest
 
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.entrypoints.exit_guard import END_LIMIT_S
+from sglang.srt.environ import Environment
 from sglang.srt.managers import launch
 from sglang.srt.managers.front import request_trace
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.launch import EngineHandle
 from sglang.srt.managers.reap import REAP_LIMIT_S, close_together
 
-PATIENCE_S = 20.0
+PATIENCE_S = 300.0
+END_LIMIT_S = Environment.SGLANG_END_TIMEOUT.default
 
 
 class Meeting:
@@ -67,7 +68,7 @@ def test_a_server() -> None:
     server._handles = [handle_of(meeting, ["DP0", "DP1"])]
     server._handles[0].manager = manager_of(meeting)
     server.state = SimpleNamespace(close=meeting.part("templates"))  # type: ignore[assignment]
-    server.guard = SimpleNamespace(take_signals=lambda: None, end_within=exits.append)  # type: ignore[assignment]
+    server.guard = SimpleNamespace(take_signals=lambda: None, end_within=exits.append, limit_s=END_LIMIT_S)  # type: ignore[assignment]
     server._http = SimpleNamespace(serve=lambda sockets: asyncio.sleep(0))  # type: ignore[assignment]
     server.listener = None  # type: ignore[assignment]
     server._live = lambda: asyncio.sleep(0, 0)  # type: ignore[method-assign]

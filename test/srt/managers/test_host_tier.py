@@ -205,7 +205,7 @@ class GatedCopies(ThreadedCopies):
         super().__init__(pools, device)
 
     def run(self, pending: PendingCopy, copier: Copier) -> None:
-        assert self.gate.wait(60)
+        assert self.gate.wait(300)
         if self.fails:
             raise Trouble
         super().run(pending, copier)

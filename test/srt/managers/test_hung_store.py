@@ -39,7 +39,7 @@ class HungFiles:
         def waits(*args: object) -> object:
             with self._lock:
                 self.waiting += 1
-            assert self.gate.wait(120)
+            assert self.gate.wait(300)
             try:
                 return call(*args)
             finally:
@@ -51,7 +51,7 @@ class HungFiles:
 
     def reached(self, count: int) -> None:
         """Steps until so many calls wait."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.waiting < count:
             assert time.monotonic() < deadline
             self.server.steps(1)
@@ -59,7 +59,7 @@ class HungFiles:
     def open(self) -> None:
         """The store answers again, and all that it was asked for has ended."""
         self.gate.set()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.waiting or self.server.storage._hung:
             assert time.monotonic() < deadline
             self.server.storage.finish()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.entrypoints.exit_guard import END_LIMIT_S
+from sglang.srt.environ import Environment
 from sglang.srt.errors import UserError
 from sglang.srt.managers import engine_processes, launch
 from sglang.srt.managers.child import ERROR
@@ -30,7 +30,9 @@ from sglang.srt.managers.launch import EngineHandle, launch_engine
 from sglang.srt.managers.reap import REAP_LIMIT_S
 from sglang.srt.server_args import ServerArgs
 
-START_S = 60.0
+START_S = 300.0
+PATIENCE_S = 300.0
+"""For what comes at once where the machine has nothing else to do."""
 USER_ERROR, CRASH, STOPPED = 13, 14, 15
 """--max-total-tokens with which the fake scheduler fails to start."""
 
@@ -63,7 +65,7 @@ def alive(pid: int | None) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(map(alive, pids))
@@ -73,7 +75,7 @@ def run_call(engine: EngineHandle, **fields: Any) -> Any:
     async def main() -> Any:
         engine.manager.attach()
         try:
-            return await asyncio.wait_for(native_results(engine.manager, GenerateRequest(**fields)), 20)
+            return await asyncio.wait_for(native_results(engine.manager, GenerateRequest(**fields)), PATIENCE_S)
         finally:
             engine.manager.detach()
 
@@ -106,7 +108,7 @@ def test_processes_that_stay_are_killed_before_the_program_is_ended() -> None:
     """Where a signal comes before the server has the handle, this is called as the program exits: what the guard then
     ends would leave them behind."""
     limit_s = inspect.signature(EngineHandle.shutdown).parameters["limit_s"].default
-    assert limit_s + REAP_LIMIT_S < END_LIMIT_S
+    assert limit_s + REAP_LIMIT_S < Environment.SGLANG_END_TIMEOUT.default
 
 
 def test_tensor_parallel_ranks_are_processes_of_their_own() -> None:
@@ -136,7 +138,7 @@ def test_a_crash_at_start_carries_its_traceback(caplog: pytest.LogCaptureFixture
 def test_a_process_that_stops_while_it_starts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_processes, "START_SILENCE_S", 10.0)
     handle = launch_engine(
-        ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, max_total_tokens=STOPPED, watchdog_timeout=1.0)
+        ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, max_total_tokens=STOPPED, watchdog_timeout=10.0)
     )
     pids = [pid for pid in handle.process_ids.values() if pid is not None]
     with pytest.raises(EngineError, match="the scheduler process does not answer"):
@@ -199,7 +201,7 @@ def test_death_while_running_is_reported(how: str, message: str) -> None:
         handle.watch(fail)
         req = GenerateRequest(input_ids=[1], extra_key=how)
         with pytest.raises(RequestError, match="scheduler process"):
-            await asyncio.wait_for(native_results(handle.manager, req), 20)
+            await asyncio.wait_for(native_results(handle.manager, req), PATIENCE_S)
         handle.manager.close()
 
     asyncio.run(main())
@@ -207,7 +209,7 @@ def test_death_while_running_is_reported(how: str, message: str) -> None:
     assert message in handle.failure
     late: queue.Queue[tuple[int, str]] = queue.Queue()
     handle.watch(lambda *failure: late.put(failure))  # told at once
-    assert late.get(timeout=5) == (0, handle.failure)
+    assert late.get(timeout=PATIENCE_S) == (0, handle.failure)
     handle.shutdown()
 
 
@@ -230,7 +232,7 @@ def test_children_end_with_their_parent(tmp_path: Path, number: signal.Signals) 
         f"    sys.path[:] = {sys.path!r}\n"
         "    launch.SCHEDULER_ENTRY = 'srt.managers.fake_scheduler:run_scheduler'\n"
         f"    handle = launch.launch_engine(ServerArgs.from_kwargs(model_path={DEFAULT_MODEL_PATH!r}))\n"
-        "    handle.wait_ready(60)\n"
+        "    handle.wait_ready(300)\n"
         "    print(handle._ports[0].root, *handle.process_ids.values(), flush=True)\n"
         "    time.sleep(600)\n"
     )

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.entrypoints.exit_guard import END_LIMIT_S
 from sglang.srt.entrypoints.http_server import PROCESSES_END_S
+from sglang.srt.environ import Environment
 from sglang.srt.errors import UserError
 from sglang.srt.managers.launch import launch_engine
 from sglang.srt.managers.ray_cluster.placement import ClusterNode, Demand, check_room, demand_of
@@ -148,4 +148,4 @@ def test_nodes_that_do_not_answer_hold_up_the_end_together(monkeypatch: pytest.M
         replica.tell_end(PROCESSES_END_S)
     for replica in replicas:
         replica.end(max(0.0, 100.0 + PROCESSES_END_S - now))
-    assert now - 100.0 < END_LIMIT_S - 1.0 and killed == [machine] * 3
+    assert now - 100.0 < Environment.SGLANG_END_TIMEOUT.default - 1.0 and killed == [machine] * 3

@@ -29,7 +29,7 @@ def test_waits_until_all_threads_are_prepared(monkeypatch: pytest.MonkeyPatch, f
 
         def warm_up(self, pools: Any) -> None:
             begun.release()
-            assert go_on.acquire(timeout=60)
+            assert go_on.acquire(timeout=300)
             if fails:
                 raise OSError("no memory")
 
@@ -37,7 +37,7 @@ def test_waits_until_all_threads_are_prepared(monkeypatch: pytest.MonkeyPatch, f
     copies = ThreadedCopies([], "cpu", num_threads=2)
     assert copies.wait_prepared(), "nothing was started"
     copies.start()
-    assert all(begun.acquire(timeout=60) for _ in range(2))
+    assert all(begun.acquire(timeout=300) for _ in range(2))
     go_on.release()
     assert not copies.wait_prepared(0.01), "one of them is not"
     go_on.release()

@@ -66,7 +66,7 @@ def play(test: Callable[[Pair], Awaitable[None]], **options: Any) -> None:
         try:
             pair.manager.attach()
             pair.manager.mark_up()
-            await asyncio.wait_for(test(pair), 20)
+            await asyncio.wait_for(test(pair), 300)
         finally:
             pair.close()
 

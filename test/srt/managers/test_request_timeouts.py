@@ -85,7 +85,7 @@ def test_in_a_server(monkeypatch: pytest.MonkeyPatch, tp: str) -> None:
     server = LiveServer("--tp", tp)
     try:
         server.wait_up()
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=300) as http:
             assert http.post("/pause_generation").status_code == 200
             waited = http.post("/generate", json={"text": "x", "sampling_params": {"max_new_tokens": 1}})
             assert waited.status_code == 503

@@ -117,7 +117,7 @@ def test_a_collector_that_never_answers_does_not_hold_up_the_end(monkeypatch: py
 
     class Hanging(SimpleSpanProcessor):
         def shutdown(self) -> None:
-            answers.wait(10)
+            answers.wait(300)
             ended.append(1)
 
     tracer = RequestTracer(Hanging(InMemorySpanExporter()), "sglang", "tiny")
@@ -153,7 +153,8 @@ class _Collector(BaseHTTPRequestHandler):
         pass
 
 
-def test_spans_reach_a_collector() -> None:
+def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_trace, "CLOSE_LIMIT_S", 300.0)
     _Collector.received = []
     with HTTPServer(("127.0.0.1", 0), _Collector) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()

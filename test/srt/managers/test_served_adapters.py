@@ -146,7 +146,7 @@ def test_many_calls_at_once_end(tmp_path: Path) -> None:
         assert all(each is None or isinstance(each, asyncio.CancelledError) for each in done), done
         assert done.count(None) >= 15 and front.schedulers.most == 2
         for number in range(5):  # nothing is held for ever
-            await asyncio.wait_for(front.adapters.unload(f"a{number}"), 60)
+            await asyncio.wait_for(front.adapters.unload(f"a{number}"), 300)
         assert not front.schedulers.loaded
 
     asyncio.run(run())

@@ -283,7 +283,7 @@ class GatedStore(FileStore):
         self.gate.set()
 
     def read(self, name: str) -> bytearray | None:
-        assert self.gate.wait(60)
+        assert self.gate.wait(300)
         if self.fails:
             raise OSError("no answer")
         return super().read(name)

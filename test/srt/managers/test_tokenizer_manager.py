@@ -121,7 +121,7 @@ def play(test: Callable[[Bench], Awaitable[None]], **flags: Any) -> None:
         try:
             bench.manager.attach()
             bench.manager.mark_up()
-            await asyncio.wait_for(test(bench), 20)
+            await asyncio.wait_for(test(bench), 300)
             assert bench.manager.num_unfinished == 0
             assert not bench.manager._sequences._groups
         finally:

@@ -162,7 +162,7 @@ def test_a_wait_ends_with_the_copy() -> None:
     waiting.join(0.05)
     assert waiting.is_alive()
     arrivals.end_waits()
-    waiting.join(10)
+    waiting.join(300)
     assert not waiting.is_alive()
     waits.finish()
 
@@ -248,7 +248,7 @@ def test_memory_is_allocated_before_it_is_locked(monkeypatch: pytest.MonkeyPatch
 
     def populate(pools: object) -> None:
         order.append("allocates")
-        allowed.wait(10)
+        allowed.wait(300)
         order.append("is allocated")
 
     def lock(pools: object) -> None:

@@ -29,7 +29,7 @@ class Ranks:
 
     def agree(self, values: Sequence[int]) -> list[int]:
         self.given.append(values)
-        self.barrier.wait(30)
+        self.barrier.wait(300)
         return self.least
 
 
@@ -46,7 +46,7 @@ def on_each(count: int, proc: str = "/proc") -> list[torch.Tensor | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     return made
 
 

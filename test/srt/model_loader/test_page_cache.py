@@ -90,7 +90,7 @@ def test_experts_are_read_beside_one_another(folder: Path, monkeypatch: pytest.M
         began.append(1)
         if len(began) > 1:
             another.set()
-        assert another.wait(60), "the first copy ends before another begins"
+        assert another.wait(300), "the first copy ends before another begins"
         real(target, source)
 
     monkeypatch.setattr(reads, "_copy", copy)

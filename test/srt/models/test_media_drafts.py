@@ -195,7 +195,6 @@ def _rank(rank: int, family: str, layout: str, folder: Path, options: dict[str, 
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [(family, layout) for family in SEEING for layout in LAYOUTS if layout != "PP2" or family not in NO_STAGES],

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
-END_LIMIT_S = 4.5
-"""Seconds from the end of the drain until the process is gone; the documentation promises five."""
+from sglang.srt.environ import envs
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -24,7 +24,9 @@ class ExitGuard:
     """Watches signals and the end of this process. Make one a process, in its main thread."""
 
     def __init__(self, on_signal: Callable[[], None]) -> None:
-        """on_signal(): called for each signal, in the guard's thread."""
+        """on_signal(): called for each signal, in the guard's thread. Raises UserError for a variable that is wrong."""
+        self.limit_s = envs.SGLANG_END_TIMEOUT
+        """Seconds from the end of the drain until the process is gone."""
         self.drain_s = 0.0
         """Seconds that work may go on after the first signal."""
         self._on_signal = on_signal
@@ -57,7 +59,7 @@ class ExitGuard:
         while True:
             if os.read(reading, 1)[0] in _SIGNALS:  # the pipe gets all signals with handlers
                 self._num_signals += 1
-                self.end_within(END_LIMIT_S + (self.drain_s if self._num_signals == 1 else 0.0))
+                self.end_within(self.limit_s + (self.drain_s if self._num_signals == 1 else 0.0))
                 with contextlib.suppress(RuntimeError):  # the event loop has ended
                     self._on_signal()
 

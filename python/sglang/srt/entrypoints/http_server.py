@@ -25,7 +25,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints.exit_guard import END_LIMIT_S, ExitGuard
+from sglang.srt.entrypoints.exit_guard import ExitGuard
 from sglang.srt.entrypoints.http_app import create_app
 from sglang.srt.entrypoints.http_native import warm_up
 from sglang.srt.entrypoints.http_protocol import HttpProtocol
@@ -98,7 +98,7 @@ def run_server(args: ServerArgs, create: Callable[[ServerArgs, socket.socket], S
         try:
             exit_code = asyncio.run(server.run())
         finally:
-            server.guard.end_within(END_LIMIT_S)
+            server.guard.end_within(server.guard.limit_s)
     if exit_code:
         sys.exit(exit_code)
 
@@ -214,7 +214,7 @@ class Server:
         try:
             return await self._live()
         finally:
-            self.guard.end_within(END_LIMIT_S)
+            self.guard.end_within(self.guard.limit_s)
             self._http.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             if not self._launched.is_set():  # a signal came meanwhile
@@ -316,7 +316,7 @@ class Server:
 
         def report(replica: int, message: str) -> None:
             if all(each.failure is not None for each in self._handles):  # covers an event loop that hangs
-                self.guard.end_within(FAILURE_GRACE_S + END_LIMIT_S)
+                self.guard.end_within(FAILURE_GRACE_S + self.guard.limit_s)
             loop.call_soon_threadsafe(on_failure, handle, replica, message)
 
         handle.watch(report)

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 
-from sglang.srt.entrypoints.exit_guard import END_LIMIT_S, ExitGuard
+from sglang.srt.entrypoints.exit_guard import ExitGuard
 from sglang.srt.managers.engine_processes import EngineError
 from sglang.srt.managers.launch import launch_engine
 from sglang.srt.server_args import ServerArgs
@@ -23,7 +23,7 @@ def run_ranks(args: ServerArgs) -> None:
     failures: list[str] = []
 
     def report(replica: int, message: str) -> None:
-        guard.end_within(END_LIMIT_S)
+        guard.end_within(guard.limit_s)
         failures.append(message)
         stop.set()
 
@@ -37,8 +37,8 @@ def run_ranks(args: ServerArgs) -> None:
     except EngineError as error:
         failures.append(str(error))
     finally:
-        guard.end_within(END_LIMIT_S)
-        handle.shutdown(END_LIMIT_S / 3)
+        guard.end_within(guard.limit_s)
+        handle.shutdown(guard.limit_s / 3)
     if failures:
         logger.error("This machine's ranks have ended, as all do when one does: %s", failures[0])
         sys.exit(ENGINE_DIED)

@@ -21,7 +21,7 @@ class Process:
 
     def start(self) -> None:
         self.begins.set()
-        assert self.may_start.wait(30)
+        assert self.may_start.wait(300)
         self.is_alive = True
 
     def kill(self) -> None:
@@ -50,12 +50,12 @@ def test_an_end_in_the_middle_of_a_start(made: list[Process]) -> None:
     starting.start()
     while not made:
         pass
-    assert made[0].begins.wait(30)
+    assert made[0].begins.wait(300)
     ending = threading.Thread(target=end_all, args=([job],))
     ending.start()
     made[0].may_start.set()
-    starting.join(30)
-    ending.join(30)
+    starting.join(300)
+    ending.join(300)
     assert not made[0].is_alive
     job.start()
     assert len(made) == 1, "nothing starts behind the end"

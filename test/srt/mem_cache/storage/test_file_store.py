@@ -394,7 +394,7 @@ class Pages:
 
     def run(self, job: StorageJob) -> Any:
         self.engine.submit(job)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while job.state is CopyState.UNDER_WAY:
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -368,4 +368,4 @@ def test_the_last_thread_closes_the_store() -> None:
     closed = threading.Event()
     store = SimpleNamespace(close=closed.set)
     StorageEngine(store, [], b"", 1, 0).close()  # type: ignore[arg-type]
-    assert closed.wait(30)
+    assert closed.wait(300)

@@ -76,14 +76,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     folder = tmp_path_factory.mktemp("redis")
     process = subprocess.Popen([binary, "--port", str(port), "--save", "", "--dir", str(folder)], stdout=-3)
-    for _ in range(200):
+    for _ in range(6000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 break
         time.sleep(0.02)
     yield f"redis://127.0.0.1:{port}/0"
     process.terminate()
-    process.wait(20)
+    process.wait(300)
 
 
 @pytest.mark.parametrize("options", [{}, {"ttl": 600}])
