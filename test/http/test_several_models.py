@@ -144,6 +144,11 @@ def held_by(pid: int) -> Held:
     return Held(sum(each.memory_info().rss for each in tree), len(tree), threads, files, shared)
 
 
+def least(held: list[Held]) -> Held:
+    """Of each kind, in the last swaps: what is there for a moment only is in some of them alone."""
+    return Held(*map(min, *held[-5:]))
+
+
 @pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.thorough)])
 def test_swaps_leave_nothing_behind(swaps: int, tmp_path: Path) -> None:
     """And one model goes on when the other one's process has been killed."""
@@ -155,11 +160,11 @@ def test_swaps_leave_nothing_behind(swaps: int, tmp_path: Path) -> None:
             for swap in range(swaps):
                 assert text(http, ("second", "first")[swap % 2]) == expected
                 held.append(held_by(pid))
-            half, end = held[swaps // 2 - 1], held[-1]
-            print(f"after {swaps // 2} swaps {half}, after {swaps} {end}")
+            half, end = least(held[: swaps // 2]), least(held[swaps // 2 :])
+            print(f"in {swaps // 2} swaps {half}, in as many more {end}")
             assert end.memory - half.memory < 8 << 20
-            assert (half.processes, half.files, half.shared) == (end.processes, end.files, end.shared)
-            assert abs(end.threads - half.threads) < swaps // 4, "pools start their threads when they need them"
+            assert end.processes <= half.processes and end.files <= half.files and end.shared <= half.shared
+            assert end.threads - half.threads < swaps // 4, "pools start their threads when they need them"
             by_size = sorted(psutil.Process(pid).children(recursive=True), key=lambda each: each.memory_info().rss)
             by_size[-1].kill()  # the scheduler of one of them
             while server.health() == 200 and {ask(http, name).status_code for name in MODELS} == {200}:

@@ -523,17 +523,20 @@ def test_a_prompt_begins_when_its_first_layer_is_there(
     server = Server(folder)
     answer = server.keep_in_main_memory_alone(PROMPT)
     order: list[str] = []
+    begun = threading.Event()
     arrived, compute = LayerwiseLoad.arrived, DecoderLayer.by_block
     layers = server.runner.model.layers
 
     def arrives(self: LayerwiseLoad, index: int, stream: Any) -> None:
         if index == len(self.layers) - 1:
+            assert begun.wait(300), "no layer is computed before all have arrived"
             time.sleep(0.2)
         order.append(f"arrived {self.layers[index]}")
         arrived(self, index, stream)
 
     def computes(self: DecoderLayer, stream: Any, batch: Any) -> Iterator[None]:
         order.append(f"layer {layers.index(self)}")
+        begun.set()
         return compute(self, stream, batch)
 
     monkeypatch.setattr(LayerwiseLoad, "arrived", arrives)
@@ -550,6 +553,14 @@ def test_a_prompt_begins_when_its_first_layer_is_there(
     server.check()
 
 
+def open_behind_the_step(server: Server) -> None:
+    """Opens the gate of copies when a step that waits for one was launched."""
+    while not server.tier.counts.layered_loads:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    server.copies.gate.set()
+
+
 def test_a_step_behind_a_load_that_fails_is_computed_again(folder: Path, by_layer: None) -> None:
     server = Server(folder)
     answer = server.keep_in_main_memory_alone(PROMPT)
@@ -557,7 +568,7 @@ def test_a_step_behind_a_load_that_fails_is_computed_again(folder: Path, by_laye
     server.copies.gate.clear()
     server.add("fails", PROMPT)
     server.add("fails too", [*PROMPT[:80], 5, 6])
-    threading.Timer(0.2, server.copies.gate.set).start()
+    threading.Thread(target=open_behind_the_step, args=(server,)).start()
     while not server.scheduler.idle:
         server.steps(1)
     assert server.collector.tokens["fails"] == answer and server.tier.counts.layered_loads == 1

@@ -151,6 +151,7 @@ def test_a_bad_prefix_leaves_without_the_store(folder: Path) -> None:
     server.forget()
     server.add("again", PROMPT)
     assert server.answer_of("again") == answer and details(server, "again") == {"storage": 0}, "nothing is looked up"
+    files.reached(1)
     assert files.waiting == 1
     files.gate.set()
     server.rest()
@@ -185,6 +186,7 @@ def test_waiting_for_everything_has_an_end(folder: Path, monkeypatch: pytest.Mon
         server.add(f"waits {number}", [*PROMPT, number])
         server.answer_of(f"waits {number}")
         server.forget()
+    files.reached(2)
     assert files.waiting == 2, "both threads; others were not asked to wait for one"
     assert not server.storage.busy, "an idle server does not ask again and again"
     files.open()
@@ -203,6 +205,7 @@ def test_a_hung_store_is_detached(folder: Path, monkeypatch: pytest.MonkeyPatch)
     server.add("waits", PROMPT)
     server.answer_of("waits")
     server.storage.remove(np.array(PROMPT), None)
+    files.reached(2)
     server.tier.detach()
     assert files.waiting == 2 and server.tier.storage is None
     files.gate.set()
