@@ -20,6 +20,7 @@ from sglang.srt.towers.glm5_next.spec import describe_glm5_next
 from sglang.srt.towers.inkling.spec import InklingTower, describe_inkling
 from sglang.srt.towers.kimi_k25.spec import MoonViTTower, describe_moonvit
 from sglang.srt.towers.llama4.spec import Llama4Tower, describe_llama4
+from sglang.srt.towers.mimo_v2.spec import MiMoTower, describe_mimo
 from sglang.srt.towers.minimax_m3.spec import MiniMaxM3Tower, describe_minimax_m3
 from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower, describe_muse_glimmer
 from sglang.srt.towers.qwen2_5_vl.spec import Qwen2_5VLTower, describe_qwen2_5_vl
@@ -168,6 +169,14 @@ TOWERS = (
         describe=describe_minimax_m3,
         tower=MiniMaxM3Tower,
         encoder=f"{_TOWERS}.minimax_m3.encoder:MiniMaxM3Encoder",
+    ),
+    TowerRecord(
+        processor=f"{_TOWERS}.mimo_v2.processor",
+        model_types=("mimo_v2",),
+        describe=describe_mimo,
+        tower=MiMoTower,
+        encoder=f"{_TOWERS}.mimo_v2.encoder:MiMoEncoder",
+        prompt=PromptForm(default_ids=(151655, 151656), marks=("vision_start_token_id", "vision_end_token_id")),
     ),
     TowerRecord(
         processor=f"{_TOWERS}.muse_glimmer.processor",
