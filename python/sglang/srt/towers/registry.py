@@ -14,6 +14,7 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.towers.base.spec import Tower
 from sglang.srt.towers.deepseek_v4.spec import FILL, PairedRowsTower, describe_paired_rows, flat_keys
 from sglang.srt.towers.deepseek_v41.spec import DeepseekVitTower, describe_deepseek_vit
+from sglang.srt.towers.dots3_note.spec import Dots3Tower, describe_dots3
 from sglang.srt.towers.gemma4.spec import Gemma4Tower, describe_gemma4
 from sglang.srt.towers.glm4v.spec import Glm4vTower, describe_glm4v
 from sglang.srt.towers.glm5_next.spec import describe_glm5_next
@@ -169,6 +170,14 @@ TOWERS = (
         describe=describe_minimax_m3,
         tower=MiniMaxM3Tower,
         encoder=f"{_TOWERS}.minimax_m3.encoder:MiniMaxM3Encoder",
+    ),
+    TowerRecord(
+        processor=f"{_TOWERS}.dots3_note.processor",
+        model_types=("dots3_note",),
+        describe=describe_dots3,
+        tower=Dots3Tower,
+        encoder=f"{_TOWERS}.dots3_note.encoder:Dots3Encoder",
+        prompt=PromptForm(default_ids=(151660, 151680)),
     ),
     TowerRecord(
         processor=f"{_TOWERS}.mimo_v2.processor",

@@ -42,11 +42,11 @@ class MiMoEncoder(Qwen2_5VLEncoder):
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         columns = _by_column(grids, self.tower.merge)
         angles = np.concatenate(self._angles(grids, self.tower.merge, ROTARY_THETA), axis=1)
-        turned = {f"column_{name}": array for name, array in cos_sin(self._squares(angles, columns)).items()}
+        of_columns = {f"column_{name}": array for name, array in cos_sin(self._squares(angles, columns)).items()}
         starts = frame_starts(grids)
         return {
             **cos_sin(angles),
-            **turned,
+            **of_columns,
             **_blocks(starts, self.tower.window),
             "columns": columns,
             "rows": np.argsort(columns),
@@ -56,8 +56,8 @@ class MiMoEncoder(Qwen2_5VLEncoder):
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower, prefix, places = self.tower, self.tower.prefixes[0], part.places
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
-        turned = {name: places[f"column_{name}"] for name in ("cos", "sin")}
-        rotations, by_column = (self._rotate(places), self._rotate(turned)), False
+        of_columns = {name: places[f"column_{name}"] for name in ("cos", "sin")}
+        rotations, by_column = (self._rotate(places), self._rotate(of_columns)), False
         yield
         for i in range(tower.num_layers):
             block = f"{prefix}blocks.{i}."

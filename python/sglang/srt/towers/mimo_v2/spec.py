@@ -66,12 +66,12 @@ class MiMoTower(Qwen2_5VLTower):
     def pieces(self, name: str, shape: tuple[int, ...], rank: int) -> list[tuple[Slices, Slices]]:
         if self.cut_of(name) is not Cut.HEADS:
             return Tower.pieces(self, name, shape, rank)
-        pairs, first, own = list[tuple[Slices, Slices]](), 0, 0
+        pairs, first, filled = list[tuple[Slices, Slices]](), 0, 0
         for rows in self._rows:
             count = rows // self.ranks
             stored = slice(first + rank * count, first + (rank + 1) * count)
-            pairs.append(((stored,), (slice(own, own + count),)))
-            first, own = first + rows, own + count
+            pairs.append(((stored,), (slice(filled, filled + count),)))
+            first, filled = first + rows, filled + count
         return pairs
 
     def activation_size(self) -> int:
