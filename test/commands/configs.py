@@ -96,6 +96,24 @@ def _mimo_pro() -> Config:
     }
 
 
+_MIMO_VISION: Config = {
+    "depth": 28,
+    "hidden_size": 1280,
+    "intermediate_size": 4608,
+    "num_heads": 32,
+    "num_key_value_heads": 8,
+    "in_chans": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "hidden_act": "silu",
+    "use_sink": True,
+    "visual_token_window_size": 64,
+    "fullatt_block_indexes": [0, 9, 18, 27],
+    "vit_window_attn_types": [-1, *([0] * 4 + [1] * 4 + [-1]) * 3],
+}
+
+
 def _mimo26(base: Config) -> Config:
     """MiMo-V2.6: the layers of V2.5 with experts in MXFP4, and rotary parameters also in the newer form."""
     form = {**_FP8_BLOCKS, "store_dtype": "mxfp4", "mxfp4_block_size": 32}
@@ -109,7 +127,7 @@ def _mimo26(base: Config) -> Config:
         "moe_router_dtype": "bfloat16",
         "num_nextn_predict_layers": 3,
         "image_token_id": 151655,
-        "vision_config": {"depth": 28},
+        "vision_config": {**_MIMO_VISION, "out_hidden_size": base["hidden_size"]},
         "audio_config": {"audio_channels": 20},
         "processor_config": {"image_min_pixels": 8192},
         "quantization_config": {**form, "ignored_layers": [*kept, "model.decoder.self_attn.o_proj"]},

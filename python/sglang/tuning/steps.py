@@ -185,7 +185,7 @@ def layer_ops(
             block.weights(hidden, parallel.ranks, rows),
             _feed_forward(hidden, block, parallel, tokens, rows, expert_scheme),
             tokens,
-            _sums_of_groups(tokens * hidden, parallel, quantized),
+            _sums_of_block(block, tokens, hidden, parallel, quantized),
         )
         for block in layer.token_blocks
     )
@@ -213,6 +213,23 @@ def _sums(elements: int, ranks: int, quantized: bool) -> Iterator[tuple[str, Op]
         yield "all_reduce in e4m3", QuantizedSum(2 * elements, ranks)
     elif ranks > 1:
         yield "all_reduce", AllReduce(2 * elements, ranks)
+
+
+def _sums_of_block(
+    block: FeedForward, tokens: int, hidden: int, parallel: ParallelConfig, quantized: bool
+) -> Iterator[tuple[str, Op]]:
+    """Yields the collectives of a feed-forward block: around cut projections of experts (`MoE.cuts_latents`) those of
+    their latents, and then what every rank has needs no sum."""
+    ranks, experts = parallel.ranks.tp_size, block.experts
+    if experts is None or not experts.cuts_latents or ranks == 1:
+        yield from _sums_of_groups(tokens * hidden, parallel, quantized)
+        return
+    if parallel.ranks.attn_dp_size > 1:
+        yield "all_gather of rows", AllGather(2 * tokens * hidden, ranks)
+    yield from _sums(tokens * experts.latent_size, ranks, quantized)
+    for features in (experts.latent_size, hidden):
+        if experts.latent_share(features, 0, ranks).count < features:
+            yield "all_gather of latents", AllGather(2 * tokens * features, ranks)
 
 
 def _sums_of_groups(elements: int, parallel: ParallelConfig, quantized: bool) -> Iterator[tuple[str, Op]]:

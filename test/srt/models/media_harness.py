@@ -194,7 +194,7 @@ POOLED_FRAMES = {"kimi_k25": 4}
 """So many frames of a video become the tokens of one; of others each has its own."""
 SEEN_FRAMES = POOLED_FRAMES | {"minimax_m3_vl": 4}
 """So many frames of a video see one another; of others each sees itself."""
-ONE_FRAME = ("kimi_k25", "gemma4", "step3p7", "llama4")
+ONE_FRAME = ("dots3_note", "kimi_k25", "gemma4", "step3p7", "llama4")
 """`model_type` of those whose patches have one frame."""
 PAGES = {"glm5_next": 4, "qwen4_exp": 4, "minimax_m3_vl": 4}
 """Tokens that a page holds at least, of which no chunk cuts one."""

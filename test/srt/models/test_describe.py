@@ -215,9 +215,10 @@ WRITTEN_BY_OTHERS = {
     *("BailingMoeV3ForCausalLM", "NaiveN05FlashForCausalLM", "Step4ForCausalLM", "Step5ForCausalLM"),
     *("MMGPTStepRoboticsForCausalLM", "Step5ForConditionalGeneration"),
     *("NemotronHPuzzleForCausalLM", "MuseSparkForConditionalGeneration", "Dots3NoteForCausalLM"),
+    *("Dot3NoteForCausalLM", "Dots3NoteForConditionalGeneration"),
 }
 """Architectures whose code comes with the checkpoint, those of which transformers writes keys and names that no
-published checkpoint has, one whose class has no indexer by default, and two that the oldest of them lacks."""
+published checkpoint has, one whose class has no indexer by default, and those that the oldest of them lacks."""
 
 
 def test_transformers_writes_what_we_read(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ LAYOUTS: Mapping[str, RankLayout] = {
     "EP3": RankLayout(3, 3),
     "EP4": RankLayout(4, 4),
 }
+"""Three ranks divide the 48 dims that experts take, but not the 64 of hidden states."""
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,29 @@ def _rank(rank: int, ranks: RankLayout, folder: Path) -> None:
     parallel_state.shutdown()
 
 
+@pytest.mark.parametrize("form", ["modelopt_nvfp4", pytest.param("fp8_block", marks=pytest.mark.thorough)])
+def test_ranks_divide_the_projections_in_their_quantized_form(form: str, tmp_path: Path) -> None:
+    """NVFP4 by rows; blocks of 128 rows stay whole on every rank."""
+    ranks = RankLayout(2, 2)
+    publish(form, tmp_path)
+    folder = tmp_path / "quantized"
+    run_ranks(_rank, (ranks, folder), ranks.tp_size)
+    want = steps(TinyRunner(plan_for(folder)))
+    for rank in range(ranks.tp_size):
+        torch.testing.assert_close(torch.load(folder / f"{rank}.pt"), want, rtol=0.0, atol=2e-3)
+
+
+@pytest.mark.parametrize(("form", "share"), [("", 64), ("modelopt_nvfp4", 64), ("fp8_block", 128)])
+def test_shares_of_the_projections_cut_no_scales(form: str, share: int, tmp_path: Path) -> None:
+    if form:
+        publish(form, tmp_path)
+    else:
+        save(tmp_path / "quantized", WIDE, {})
+    of_rank = plan_for(tmp_path / "quantized", tp_size=2, ep_size=2).weights
+    sizes = [(part.rows, part.cols) for part in (of_rank.matrix(1, f"moe.latent_{end}") for end in ("in", "out"))]
+    assert sizes == [(share, 128)] * 2
+
+
 @pytest.mark.parametrize("ranks", [RankLayout(2), RankLayout(4, 2)], ids=["TP2", "TP4 x EP2"])
 def test_an_expert_stays_on_one_rank(ranks: RankLayout, tmp_path: Path) -> None:
     """Its output is normed as a whole."""
@@ -118,7 +142,7 @@ def test_cpus_compute_none_of_its_experts(tmp_path: Path) -> None:
 
 WIDE = with_text(
     hidden_size=128,
-    intermediate_size=128,
+    intermediate_size=256,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,

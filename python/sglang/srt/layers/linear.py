@@ -162,6 +162,20 @@ class ReplicatedLinear:
         return self.adapters.added(lambda: self.apply(x), values_of(x))
 
 
+class GatheredLinear:
+    """A projection sharded by output over `group` and gathered, so that every rank has all of what it computes: x [T,
+    in] -> [T, out]. `rows`: this rank's share, as long as that of each other rank, or all output features, which are
+    then computed without a collective."""
+
+    def __init__(self, scope: Scope, rows: ShardRange, group: Group) -> None:
+        self.part = ColumnParallelLinear(scope, scope.matrix(), {"": rows})
+        self.group = group if rows.count < rows.total else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.part(x)
+        return out if self.group is None else self.group.all_gather(out)
+
+
 def _adapters(
     scope: Scope, shards: Sequence[WeightShard], apply: Apply, group: Group | None = None
 ) -> AdapterLinear | None:

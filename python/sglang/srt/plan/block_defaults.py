@@ -242,3 +242,8 @@ class FeedForwardDefaults(Protocol):
         """Returns the block with the intermediate dims noted that share scales in the checkpoint. `group_of`: returns
         those of an MLP by the beginning of its matrices' names."""
         return self
+
+    def with_scale_rows(self, rows_of: Callable[[Any], int]) -> Self:
+        """Returns the block with the rows noted that share scales in projections around its experts. `rows_of`: returns
+        a matrix's."""
+        return self

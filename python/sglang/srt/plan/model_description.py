@@ -316,7 +316,8 @@ def with_scale_groups(model: ModelDescription) -> ModelDescription:
     layers = []
     for i, layer in enumerate(model.layers):
         rows_of, group_of = partial(_scale_rows, model, i), partial(_scale_group, model, i)
-        mixer, ffn = layer.mixer.with_scale_rows(rows_of), layer.ffn.with_scale_groups(group_of)
+        mixer = layer.mixer.with_scale_rows(rows_of)
+        ffn = layer.ffn.with_scale_groups(group_of).with_scale_rows(rows_of)
         layers.append(replace(layer, mixer=mixer, ffn=ffn))
     return replace(model, layers=tuple(layers))
 

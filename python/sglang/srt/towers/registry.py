@@ -14,12 +14,14 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.towers.base.spec import Tower
 from sglang.srt.towers.deepseek_v4.spec import FILL, PairedRowsTower, describe_paired_rows, flat_keys
 from sglang.srt.towers.deepseek_v41.spec import DeepseekVitTower, describe_deepseek_vit
+from sglang.srt.towers.dots3_note.spec import Dots3Tower, describe_dots3
 from sglang.srt.towers.gemma4.spec import Gemma4Tower, describe_gemma4
 from sglang.srt.towers.glm4v.spec import Glm4vTower, describe_glm4v
 from sglang.srt.towers.glm5_next.spec import describe_glm5_next
 from sglang.srt.towers.inkling.spec import InklingTower, describe_inkling
 from sglang.srt.towers.kimi_k25.spec import MoonViTTower, describe_moonvit
 from sglang.srt.towers.llama4.spec import Llama4Tower, describe_llama4
+from sglang.srt.towers.mimo_v2.spec import MiMoTower, describe_mimo
 from sglang.srt.towers.minimax_m3.spec import MiniMaxM3Tower, describe_minimax_m3
 from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower, describe_muse_glimmer
 from sglang.srt.towers.qwen2_5_vl.spec import Qwen2_5VLTower, describe_qwen2_5_vl
@@ -168,6 +170,22 @@ TOWERS = (
         describe=describe_minimax_m3,
         tower=MiniMaxM3Tower,
         encoder=f"{_TOWERS}.minimax_m3.encoder:MiniMaxM3Encoder",
+    ),
+    TowerRecord(
+        processor=f"{_TOWERS}.dots3_note.processor",
+        model_types=("dots3_note",),
+        describe=describe_dots3,
+        tower=Dots3Tower,
+        encoder=f"{_TOWERS}.dots3_note.encoder:Dots3Encoder",
+        prompt=PromptForm(default_ids=(151660, 151680)),
+    ),
+    TowerRecord(
+        processor=f"{_TOWERS}.mimo_v2.processor",
+        model_types=("mimo_v2",),
+        describe=describe_mimo,
+        tower=MiMoTower,
+        encoder=f"{_TOWERS}.mimo_v2.encoder:MiMoEncoder",
+        prompt=PromptForm(default_ids=(151655, 151656), marks=("vision_start_token_id", "vision_end_token_id")),
     ),
     TowerRecord(
         processor=f"{_TOWERS}.muse_glimmer.processor",

@@ -24,7 +24,7 @@ from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.layernorm import norm_weight
-from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.linear import GatheredLinear, ReplicatedLinear
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.output_norm import OutputNorm
@@ -48,6 +48,18 @@ class MoELayer:
     "moe.w2" with {expert} and {part}, "moe.experts" where all are one tensor; "moe.shared.gate_up" and
     "moe.shared.down" with {part}, "moe.shared_gate"; "moe.latent_in", "moe.latent_norm", "moe.output_norm" and
     "moe.latent_out" around experts that take a projection.
+
+    Where ranks divide these projections (`spec.cuts_latents`), both are cut by output features. What goes over the wire
+    for T tokens and L dims of experts, in units of a part (N - 1) / N of the elements:
+
+        all-gather of "moe.latent_in"                                                  T L
+        all-reduce of the experts' sums, which replaces that of hidden states         2 T L
+        all-gather of "moe.latent_out"                                                 T H
+
+    Whole projections send 2 T H. With H = 2 L both send the same but for the first line. Cut by input features,
+    "moe.latent_in" would need 2 T L, since its norm needs the sum, and "moe.latent_out" T L + 2 T H: a reduce-scatter
+    of the experts' sums and the all-reduce of hidden states. The norm of each expert's output comes before the sum over
+    experts, on the rank that has the expert, so that sum may go over ranks, too.
     """
 
     def __init__(self, scope: Scope, spec: MoE) -> None:
@@ -55,7 +67,8 @@ class MoELayer:
         fused = spec.fused_shared
         groups = scope.groups
         self.group = groups.experts
-        self.reduce = self.group.size > 1
+        self.sums_latents = spec.cuts_latents and self.group.size > 1
+        self.reduce = self.group.size > 1 and not self.sums_latents
         sizes = ExpertSizes(
             scope.sub("w13").matrix(),
             scope.sub("w2").matrix(),
@@ -90,12 +103,11 @@ class MoELayer:
         self.scales_inputs = spec.router.scales_inputs
         apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router
         self.row_format = None if apart else self._row_format(scope, spec)
-        self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
+        self.latent: tuple[GatheredLinear, GatheredLinear] | None = None
         if spec.latent_size:
-            self.latent = (
-                ReplicatedLinear(scope.sub("latent_in")),
-                ReplicatedLinear(scope.sub("latent_out")),
-            )
+            into, out_of, share = scope.sub("latent_in"), scope.sub("latent_out"), spec.latent_share
+            dims, hidden = (share(n, self.group.rank, self.group.size) for n in (spec.latent_size, into.matrix().cols))
+            self.latent = GatheredLinear(into, dims, self.group), GatheredLinear(out_of, hidden, self.group)
         self.latent_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.output_norm: OutputNorm | None = None
         if spec.latent_norms is not None:
@@ -105,6 +117,7 @@ class MoELayer:
             self.output_norm = OutputNorm(after, spec.latent_norms.eps_after)
         self.shared: SharedExpert | None = None
         self.sinks: AlternatingMLP | None = None
+        assert not (spec.cuts_latents and spec.shared), "a shared expert's partial sums would be added to a total"
         if spec.shared is not None and spec.shared.members:
             self.sinks = AlternatingMLP(scope.sub("shared"), spec.shared.dense(spec.activation), reduce=False)
         elif spec.shared is not None and not fused:
@@ -148,7 +161,8 @@ class MoELayer:
         return self.group
 
     def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
+        """Returns the routed experts' outputs, weighted by `weights` [T, k] and added up: [T, H], this rank's partial
+        sums, or the total if it `sums_latents`."""
         rows = x if self.latent is None else self.latent[0](values_of(x))
         if self.latent_norm is not None:
             rows = self.latent_norm(values_of(rows))
@@ -164,7 +178,9 @@ class MoELayer:
         )
         if self.on_cpus is not None and others is not None:
             self.on_cpus.end(out)
-        # The projection after the experts is linear, so it applies to each rank's partial sums.
+        if self.sums_latents:
+            out = self.group.all_reduce(out)
+        # The projection after the experts is linear, so it applies to each rank's partial sums, too.
         return out if self.latent is None else self.latent[1](out)
 
 

@@ -162,7 +162,8 @@ def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
 DOTS3 = Family(
     title="dots3-note",
     model_types=("dots3_note",),
-    architectures=("Dots3NoteForCausalLM",),
+    # Published as the first; the others are its name in descriptions, and that of transformers with encoders.
+    architectures=("Dots3NoteForCausalLM", "Dot3NoteForCausalLM", "Dots3NoteForConditionalGeneration"),
     read=dots3,
     names=WeightMap(
         MODEL_NAMES,

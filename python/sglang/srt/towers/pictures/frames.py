@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sglang.srt.towers.pictures.patches import Settings
 from sglang.srt.towers.pictures.video import Video
 from sglang.srt.towers.pictures.video_processor import Written
 
@@ -25,6 +26,18 @@ def each_frame(before: str, after: str, time_format: Callable[[float], str]) -> 
 def steps(total: int, count: int) -> list[int]:
     """Returns `count` of `total` frames, in equal steps from the first on."""
     return [int(index) for index in (np.arange(count) * (total / count)).astype(int)]
+
+
+def spread_by_rate(video: Video, settings: Settings) -> list[int]:
+    """Selects `fps` frames a second, from the first to the last."""
+    wanted = int(video.num_frames / video.fps * settings["fps"])
+    count = min(max(wanted, settings["min_frames"]), settings["max_frames"], video.num_frames)
+    return [int(index) for index in np.linspace(0, video.num_frames - 1, count).round()]
+
+
+def one_run(times: Sequence[float], tokens: int) -> list[str | int]:
+    """Writes one run for all frames."""
+    return [len(times) * tokens]
 
 
 def by_interval(video: Video, rate: float, count: int) -> list[int]:

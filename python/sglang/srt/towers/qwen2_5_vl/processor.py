@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from sglang.srt.towers.pictures.frames import steps
+from sglang.srt.towers.pictures.frames import one_run, steps
 from sglang.srt.towers.pictures.merged import PAIRS, merged_images
 from sglang.srt.towers.pictures.patches import CLIP, Settings
 from sglang.srt.towers.pictures.processor import Processor, one_view
@@ -21,10 +20,6 @@ def _steps_by_rate(video: Video, settings: Settings) -> list[int]:
     return steps(total, max(1, math.floor(count / together) * together))
 
 
-def _all_frames(times: Sequence[float], tokens: int) -> list[str | int]:
-    return [len(times) * tokens]
-
-
 _VIDEO = {
     "min_frames": 4,
     "min_pixels": 128 * 28 * 28,
@@ -35,5 +30,5 @@ _VIDEO = {
 
 PROCESSOR = Processor(
     views=one_view(merged_images("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")),
-    video=VideoForm(_steps_by_rate, _all_frames, {**PAIRS, **CLIP, **_VIDEO}),
+    video=VideoForm(_steps_by_rate, one_run, {**PAIRS, **CLIP, **_VIDEO}),
 )
