@@ -15,6 +15,7 @@ from rank_processes import run_ranks
 
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
+from sglang.srt.model_executor import media_timing
 from sglang.srt.model_loader.loader import load_tower
 from sglang.srt.plan.host_tables import with_encoder
 from sglang.srt.plan.media import describe_media
@@ -185,6 +186,15 @@ def test_patches_have_one_frame(tmp_path: Path) -> None:
     files = read_processor_files(tmp_path, "dots3_note", "{}", SEEING)
     assert files.image["temporal_patch_size"] == files.video["temporal_patch_size"] == 1
     assert PROCESSOR.video is not None and PROCESSOR.video.written([0.0, 1.0], 6) == [12]
+
+
+@pytest.mark.thorough
+def test_the_start_can_time_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each start does, over images of the sizes that the tower takes."""
+    save(tmp_path, SEEING, weights() | encoder_weights())
+    monkeypatch.setattr(media_timing, "_milliseconds", lambda launch: (launch(), 1.0)[1])
+    times = media_timing.layer_times(tower_of(tmp_path))
+    assert times.least > 0 and times.patch > 0
 
 
 @pytest.mark.parametrize(

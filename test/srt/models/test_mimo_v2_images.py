@@ -16,6 +16,7 @@ from rank_processes import run_ranks
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
+from sglang.srt.model_executor import media_timing
 from sglang.srt.model_loader.loader import load_tower
 from sglang.srt.plan.media import describe_media
 from sglang.srt.towers.base.patch_places import Grid, num_patches
@@ -140,6 +141,15 @@ def test_pictures_and_videos_are_prepared_as_its_config_says(tmp_path: Path) -> 
         parts = [part for run in runs for part in run]
         parts[0], parts[-1] = f"<|mimo_video_start|>{parts[0]}", f"{parts[-1]}<|mimo_video_end|>"
         assert video.parts == parts
+
+
+@pytest.mark.thorough
+def test_the_start_can_time_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each start does, over images of the sizes that the tower takes."""
+    save_mimo_seeing(tmp_path)
+    monkeypatch.setattr(media_timing, "_milliseconds", lambda launch: (launch(), 1.0)[1])
+    times = media_timing.layer_times(tower_of(tmp_path))
+    assert times.least > 0 and times.patch > 0
 
 
 @pytest.mark.parametrize(
