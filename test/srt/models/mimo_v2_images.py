@@ -1,5 +1,8 @@
-"""MiMo-V2.6's encoder in plain fp32 torch, written from its published config and from descriptions of the code beside
-its checkpoint (transformers has no class for it), and small random checkpoints with the published names."""
+"""MiMo-V2.6's encoder in plain fp32 torch, and small random checkpoints with the published names.
+
+Written from its published config and from descriptions of SGLang's, which is the publisher's own; transformers has no
+class for it.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +106,12 @@ def _frame(
         order = swapped if kind == 1 and without != "columns" else torch.arange(len(x))
         made = _block(w, vision, i, x[order], angles[order], without)
         x = torch.empty_like(x).index_copy(0, order, made)
-    x = F.layer_norm(x, x.shape[1:], w["visual.merger.ln_q.weight"], None, 1e-6).reshape(-1, merge**2 * x.shape[1])
+    x = _normed(x, w["visual.merger.ln_q.weight"]).reshape(-1, merge**2 * x.shape[1])
     return F.gelu(x @ w["visual.merger.mlp.0.weight"].T) @ w["visual.merger.mlp.2.weight"].T
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
 def _block(
@@ -117,7 +124,7 @@ def _block(
         return x @ w[f"{at}{name}.weight"].T + w[f"{at}{name}.bias"]
 
     def normed(name: str, x: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w[f"{at}{name}.weight"]
+        return _normed(x, w[f"{at}{name}.weight"])
 
     def turned(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -133,12 +140,12 @@ def _block(
             shared = head * of_keys // heads
             scores = k[:, shared] @ q[token, head] * dim**-0.5
             if i not in vision["fullatt_block_indexes"]:
-                if without != "sinks":
-                    scores[0] += w[f"{at}attn.sinks"][head]
                 if without != "windows":
                     far = (torch.arange(len(x)) - token).abs() > vision["visual_token_window_size"]
                     scores[far] = -torch.inf
-            heard.append(scores.softmax(0) @ v[:, shared])
+                if without != "sinks":
+                    scores = torch.cat((scores, w[f"{at}attn.sinks"][head : head + 1]))
+            heard.append(scores.softmax(0)[: len(x)] @ v[:, shared])
         rows.append(torch.cat(heard))
     x = x + linear("attn.proj", torch.stack(rows))
     y = normed("norm2", x)

@@ -3,14 +3,17 @@ main memory, answers after pictures, and what is refused."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from PIL import Image
 from rank_processes import run_ranks
 
 from sglang.srt.errors import UserError
@@ -182,8 +185,15 @@ def test_its_other_names(architecture: str, tmp_path: Path) -> None:
 
 
 def test_patches_have_one_frame(tmp_path: Path) -> None:
-    (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 14, "merge_size": 2}')
-    files = read_processor_files(tmp_path, "dots3_note", "{}", SEEING)
+    """In both forms of the file: the published one has a section."""
+    keys = {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 50176, "temporal_patch_size": 1}
+    keys |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}
+    picture = Image.new("RGB", (600, 450), "white")
+    for written in (keys, {"vision_config": keys}):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+        files = read_processor_files(tmp_path, "dots3_note", "{}", SEEING)
+        patches = PROCESSOR.views(files.image, "float32")(picture).patches[0]
+        assert patches.grid == (1, 12, 18) and np.all(patches.pixels == 2.0)
     assert files.image["temporal_patch_size"] == files.video["temporal_patch_size"] == 1
     assert PROCESSOR.video is not None and PROCESSOR.video.written([0.0, 1.0], 6) == [12]
 
@@ -197,12 +207,20 @@ def test_the_start_can_time_its_layers(tmp_path: Path, monkeypatch: pytest.Monke
     assert times.least > 0 and times.patch > 0
 
 
+def test_a_file_without_limits_or_colours(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 14, "merge_size": 2}')
+    with pytest.raises(UserError, match="needs min_pixels and max_pixels"):
+        read_processor_files(tmp_path, "dots3_note", "{}", SEEING)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"use_qk_norm": False}, "use_qk_norm = False is not supported"),
         ({"use_bias": True}, "use_bias = True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"router_scoring_func": "softmax"}, "router_scoring_func = 'softmax' is not supported"),
+        ({"adapter_type": "pixel_shuffle_mlp"}, "adapter_type = 'pixel_shuffle_mlp' is not supported"),
         ({"temporal_patch_size": 2}, "temporal_patch_size = 2 is not supported; it must be 1"),
         ({"adapter_merge_size": 1}, "adapter_merge_size = 1 is not supported; it must be 2"),
         ({"adapter_out_dim": 32}, "adapter_out_dim = 32 is not supported; it must be 64"),

@@ -120,7 +120,7 @@ class Movie:
 
 
 def test_pictures_and_videos_are_prepared_as_its_config_says(tmp_path: Path) -> None:
-    """With the file of settings, and without."""
+    """With a file of settings, and without: its colours do not count."""
     limits = {"image_min_pixels": 8192, "image_max_pixels": 65536, "fps": 1.0, "max_frames": 3600, "min_frames": None}
     config = KEYS | {"processor_config": limits}
     files = [read_processor_files(tmp_path, "mimo_v2", "{}", config)]
@@ -133,6 +133,8 @@ def test_pictures_and_videos_are_prepared_as_its_config_says(tmp_path: Path) -> 
     views = [PROCESSOR.views(settings.image, "float32")(picture) for settings in files]
     assert views[0].patches[0].grid == (1, 12, 18) and views[0].parts == [54]
     assert np.array_equal(views[0].patches[0].pixels, views[1].patches[0].pixels)
+    white = PROCESSOR.views(files[1].image, "float32")(Image.new("RGB", (64, 64), "white")).patches[0].pixels
+    assert np.allclose(np.unique(white), [2.2489, 2.4286, 2.64], atol=1e-4)
     assert PROCESSOR.video is not None
     for settings in files:
         video = VideoProcessor(PROCESSOR.video, settings.video)(Movie())  # type: ignore[arg-type]
@@ -168,6 +170,20 @@ def test_the_start_can_time_its_layers(tmp_path: Path, monkeypatch: pytest.Monke
 def test_keys_that_do_not_fit(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         describe_media(KEYS | {"hidden_size": 64, "vision_config": VISION | keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"temporal_compression_ratio": 2}, "temporal_compression_ratio is not 1"),
+        ({"rope_type": "mrope"}, "rope_type mrope is not supported"),
+        ({"use_video_timestamps": False}, "use_video_timestamps false is not supported"),
+        ({"num_frames": 8}, "num_frames in place of fps is not supported"),
+    ],
+)
+def test_ways_to_prepare_pictures_that_are_not_served(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        describe_media(KEYS | {"hidden_size": 64, "processor_config": keys})
 
 
 def test_memory_of_the_published_encoder() -> None:

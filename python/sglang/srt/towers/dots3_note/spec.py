@@ -108,7 +108,8 @@ def _gated(prefix: str, hidden: int, wide: int) -> Iterator[NamedShape]:
 
 def describe_dots3(outer: ConfigReader, vision: ConfigReader) -> Dots3Tower:
     """Describes the encoder of a vision_config. Raises UserError for a value that is not computed."""
-    only(vision, "hidden_act", "silu")
+    for key, name in (("hidden_act", "silu"), ("router_scoring_func", "sigmoid"), ("adapter_type", "patch_merger")):
+        only(vision, key, name)
     for key, served in _SERVED.items():
         if vision.default(key, bool, served) != served:
             raise UserError(f"{vision.source}: {key} = {not served} is not supported.")

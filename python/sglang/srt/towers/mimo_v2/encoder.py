@@ -1,6 +1,8 @@
 """The image and video encoder of MiMo-V2.5 and V2.6, described by `spec`.
 
-Written from descriptions of the code that is published with the checkpoints, which transformers has not.
+transformers has no class for it. Written from descriptions of SGLang's, which is the publisher's own. The code that is
+published with the checkpoints has another norm before the merger, with biases that no checkpoint has, and adds sinks to
+the score of a frame's first patch.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from sglang.srt.towers.base.encoder import Heads, PatchAttention, PatchPart, Pieces, cos_sin, gelu_
 from sglang.srt.towers.base.patch_places import Grid, frame_starts, longest_frame
@@ -24,13 +25,11 @@ from sglang.srt.towers.qwen2_5_vl.spec import NORM_EPS, ROTARY_THETA
 class NearPatches(PatchAttention):
     """Attention of patches to those at most `window` places away, in blocks of `window` queries [B, window], the last
     of which repeat the last patch of a frame, with all patches that these may see, `keys` [B, 3 * window]; -1: there is
-    none. `firsts` [B]: the first patch of the frame. `sinks` [heads]: what each head adds to the score of that one;
-    None: nothing."""
+    none. `sinks` [heads]: the score of one more key of each head, which has no value; None: there is none."""
 
     window: int
     queries: torch.Tensor
     keys: torch.Tensor
-    firsts: torch.Tensor
     sinks: torch.Tensor | None
 
 
@@ -71,8 +70,7 @@ class MiMoEncoder(Qwen2_5VLEncoder):
             yield
         if by_column:
             x = self._squares(x, places["rows"])
-        weight = self._weight(prefix + "merger.ln_q", "weight")
-        x = F.layer_norm(x, weight.shape, weight, None, NORM_EPS).view(-1, tower.hidden_size * tower.merge**2)
+        x = self._rms_norm(prefix + "merger.ln_q", x, NORM_EPS).view(-1, tower.hidden_size * tower.merge**2)
         return self._linear(prefix + "merger.mlp.2", gelu_(self._linear(prefix + "merger.mlp.0", x)))
 
     def _near(self, block: str, sight: PatchAttention, part: PatchPart) -> NearPatches:
@@ -87,7 +85,6 @@ class MiMoEncoder(Qwen2_5VLEncoder):
             self.tower.window,
             places["queries"],
             places["keys"],
-            places["firsts"],
             sinks,
         )
 
@@ -127,12 +124,13 @@ def _attend_near(
     rows, keys = sight.queries[blocks], sight.keys[blocks]
     near = keys.clamp(min=0)
     scores = torch.einsum("bqhd,bkhd->bhqk", q[rows].float(), k[near].float()) * q.shape[-1] ** -0.5
-    if sight.sinks is not None:
-        at_first = (keys == sight.firsts[blocks, None]).float()
-        scores += sight.sinks.float().view(-1, 1, 1) * at_first[:, None, None]
     unseen = (rows[:, :, None] - keys[:, None]).abs() > sight.window
     unseen |= (keys < 0)[:, None]
-    weights = scores.masked_fill_(unseen[:, None], -torch.inf).softmax(-1)
+    scores.masked_fill_(unseen[:, None], -torch.inf)
+    if sight.sinks is not None:
+        sinks = sight.sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
     attended = torch.einsum("bhqk,bkhd->bqhd", weights, v[near].float())
     out[rows] = attended.to(out.dtype)
 
@@ -149,12 +147,11 @@ def _by_column(grids: Sequence[Grid], merge: int) -> np.ndarray:
 
 
 def _blocks(starts: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """Returns `queries`, `keys` and `firsts` of NearPatches for frames that begin at `starts` [frames + 1]."""
-    queries, keys, firsts = [], [], []
+    """Returns `queries` and `keys` of NearPatches for frames that begin at `starts` [frames + 1]."""
+    queries, keys = [], []
     for first, end in zip(starts[:-1].astype(np.int64), starts[1:].astype(np.int64), strict=True):
         begins = np.arange(first, end, window)[:, None]
         rows, near = begins + np.arange(window), begins + np.arange(-window, 2 * window)
         queries.append(np.minimum(rows, end - 1))
         keys.append(np.where((near >= first) & (near < end), near, -1))
-        firsts.append(np.full(len(begins), first))
-    return {"queries": np.concatenate(queries), "keys": np.concatenate(keys), "firsts": np.concatenate(firsts)}
+    return {"queries": np.concatenate(queries), "keys": np.concatenate(keys)}

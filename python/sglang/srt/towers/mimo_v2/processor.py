@@ -9,13 +9,15 @@ import numpy as np
 
 from sglang.srt.towers.pictures.frames import each_frame
 from sglang.srt.towers.pictures.merged import PAIRS, merged_images
-from sglang.srt.towers.pictures.patches import CLIP, Settings
+from sglang.srt.towers.pictures.patches import Settings
 from sglang.srt.towers.pictures.processor import Processor, one_view
 from sglang.srt.towers.pictures.video import Video
 from sglang.srt.towers.pictures.video_processor import VideoForm
 
 _START, _END = "<|mimo_video_start|>", "<|mimo_video_end|>"
-_IMAGE = {**CLIP, "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
+_COLOURS = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
+"""Of ImageNet, whatever a file beside the weights says: the publisher's processor reads none."""
+_IMAGE = {**_COLOURS, "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
 _LIMITS = {"min_pixels": 8192, "max_pixels": 1 << 23, "max_pixels_of_all": 1 << 28}
 _OF_IMAGES = {"image_min_pixels": "min_pixels", "image_max_pixels": "max_pixels"}
 _OF_VIDEOS = {
@@ -38,9 +40,13 @@ def _of_images(config: Mapping[str, Any]) -> Settings:
 
 
 def _of_videos(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings of videos of a config.json, which has them beside those of images."""
+    """Returns the settings of videos of a config.json, which has them beside those of images, and the colours."""
     keys = _published(config)
-    return {name: keys[key] for key, name in _OF_VIDEOS.items() if keys.get(key)}
+    return {name: keys[key] for key, name in _OF_VIDEOS.items() if keys.get(key)} | _COLOURS
+
+
+def _with_colours(settings: Settings) -> Settings:
+    return {**settings, **_COLOURS} if settings else settings
 
 
 def _spread(video: Video, settings: Settings) -> list[int]:
@@ -68,6 +74,7 @@ def _written(times: Sequence[float], tokens: int) -> list[str | int]:
 PROCESSOR = Processor(
     views=one_view(merged_images("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")),
     video=VideoForm(_spread, _written, {**PAIRS, **_IMAGE, **_LIMITS, "fps": 1.0, "min_frames": 8, "max_frames": 3600}),
+    usual=_with_colours,
     keys=_of_images,
     of_config=_of_videos,
 )

@@ -26,7 +26,7 @@ class MiMoTower(Qwen2_5VLTower):
 
     kv_heads, head_size: heads of keys and values, and dims of a head
     column_layers: layers for which squares come column by column
-    sinks: in layers with a window a stored number of each head is added to the score of a frame's first patch
+    sinks: layers with a window have a stored score of each head for one more key, which has no value
     """
 
     kv_heads: int
@@ -89,6 +89,7 @@ def describe_mimo(outer: ConfigReader, vision: ConfigReader) -> MiMoTower:
     """Describes the encoder of a vision_config. Raises UserError for a missing key or a value that is not computed."""
     only(outer, "vision_model_type", "mimovl")
     only(vision, "hidden_act", "silu")
+    prepared = ConfigReader(outer.default("processor_config", dict, {}), f"{outer.source} processor_config")
     layers, patch, heads = vision.positive("depth"), vision.positive("patch_size"), vision.positive("num_heads")
     kv_heads, size = vision.positive("num_key_value_heads", heads), vision.positive("qk_channels", 64)
     out = vision.positive("out_hidden_size")
@@ -97,6 +98,10 @@ def describe_mimo(outer: ConfigReader, vision: ConfigReader) -> MiMoTower:
         (size % 4, f"the pairs of a head of {size} dims do not divide between rows and columns"),
         (vision.positive("kv_channels", size) != size, f"kv_channels differs from the {size} dims of keys"),
         (vision.default("rms_norm_eps", float, NORM_EPS) != NORM_EPS, f"rms_norm_eps is not {NORM_EPS}"),
+        (prepared.default("temporal_compression_ratio", int, 1) != 1, "temporal_compression_ratio is not 1"),
+        (prepared.default("rope_type", str, "rope") == "mrope", "rope_type mrope is not supported"),
+        (not prepared.default("use_video_timestamps", bool, True), "use_video_timestamps false is not supported"),
+        (prepared.values.get("num_frames") is not None, "num_frames in place of fps is not supported"),
         (out != outer.positive("hidden_size"), f"out_hidden_size {out} is not the model's hidden size"),
     ):
         if wrong:
