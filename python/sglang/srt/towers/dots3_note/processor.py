@@ -27,8 +27,8 @@ def _usual(settings: Settings) -> Settings:
     limits = {"min_pixels", "max_pixels"} <= usual.keys() or "size" in usual
     if usual and not (limits and {"image_mean", "image_std"} <= usual.keys()):
         raise UserError(
-            "preprocessor_config.json needs min_pixels and max_pixels (or size), image_mean and image_std, by themselves "
-            "or in vision_config: images would be prepared otherwise than for training."
+            "preprocessor_config.json needs min_pixels and max_pixels (or size), image_mean and image_std, by "
+            "themselves or in vision_config: images would be prepared otherwise than for training."
         )
     return usual
 
