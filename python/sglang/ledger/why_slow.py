@@ -85,9 +85,9 @@ def why_slow_lines(op: str, arch: ArchTraits) -> list[str]:
     """Returns what `explain --why-slow` prints. Raises UserError."""
     rows = rows_of(op)
     lines = [
-        f"{op}, {len(rows)} rows of the ledger, on {arch.product or arch.name}: what executed launches ask of its units.",
-        "Launches are those of tests, on small shapes; no GPU ran them. Instructions are PTX's, of warps. A unit's time",
-        "is its count over its rate, on all SMs; what waits, and what starts a launch, is left out.",
+        f"{op}, {len(rows)} rows of the ledger, on {arch.product or arch.name}: what launches ask of its units.",
+        "They were executed on a CPU, for tests, with small shapes; no GPU ran them. Instructions are PTX's, of warps.",
+        "A unit's time is its count over its rate, on all SMs; what waits, and what starts a launch, is left out.",
     ]
     for row, counts in rows.items():
         lines += ["", *_lines(row, counts, busy(counts, arch))]
