@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def kernel_tests() -> list[str]:
     """Returns the files with tests of kernels, by their path in the repository."""
     files = sorted(file for folder in ("sgl_kernel", "srt") for file in (ROOT / "test" / folder).rglob("test_*.py"))
+    files += sorted((ROOT / "test" / "ledger" / "rows").glob("rows_of_*.py"))
     return [file.relative_to(ROOT).as_posix() for file in files if MARK in file.read_text()]
 
 
