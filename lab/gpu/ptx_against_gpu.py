@@ -4,11 +4,11 @@
     python lab/gpu/ptx_against_gpu.py compare launches         # no GPU
 
 `record` runs files of kernel tests on the GPU (all of Triton's kernels', if none is named), with the tiles of SM120
-(SGLANG_FORCE_ARCH), and keeps of each form's first launches the PTX, the arguments before and the tensors after. Several
-files run side by side, since compiling takes most of the time; in each one no test begins after so many seconds, the
-first case of every test before others. `compare` executes each launch and prints a line: equal, or the largest
-difference in units of the last place of the tensor's type; or why it is refused (`wgmma`). Kernels with approximate
-functions and products may differ in the last places; others must be equal.
+(SGLANG_FORCE_ARCH), and keeps of each form's first launches the PTX, the arguments before and the tensors after.
+Several files run side by side, since compiling takes most of the time; in each one no test begins after so many
+seconds, the first case of every test before others. `compare` executes each launch and prints a line: equal, or the
+largest difference in units of the last place of the tensor's type; or why it is refused (`wgmma`). Kernels with
+approximate functions and products may differ in the last places; others must be equal.
 """
 
 from __future__ import annotations
