@@ -5,7 +5,9 @@
     python scripts/execute_kernels.py --page                # writes docs/executed.md of the record
 
 Prints which tests failed, and adds to `python/sglang/ledger/executed.json` what was executed in tests that passed:
-launches of each kernel, and the ledger's rows that cover them. Each test compares with the reference of its op.
+launches of each kernel, and the ledger's rows that cover them. Each test compares with the reference of its op. What
+the largest launch of each row asked of a card's units goes to `executed_counts.json` beside it (`sglang.explain
+--why-slow OP` shows it).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
 import first_cases  # noqa: E402
 
 from sglang.ledger.ptx.record import NOTES, RECORD  # noqa: E402
+from sglang.ledger.why_slow import COUNTS  # noqa: E402
 
 MARK = "interpreter.kernel_test"
 ENDED_EARLY = 2
@@ -59,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def kernel_tests() -> list[str]:
     """Returns the files with tests of kernels, by their path in the repository."""
     files = sorted(file for folder in ("sgl_kernel", "srt") for file in (ROOT / "test" / folder).rglob("test_*.py"))
+    files += sorted((ROOT / "test" / "ledger" / "rows").glob("rows_of_*.py"))
     return [file.relative_to(ROOT).as_posix() for file in files if MARK in file.read_text()]
 
 
@@ -98,11 +102,21 @@ def record(file: str, lines: list[dict[str, Any]], passed: bool, whole: bool) ->
     forms = sorted({form for line in lines for form in line["instructions"]})
     result = "passed" if passed and whole else "passed in part" if passed else "failed"
     date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
-    RECORD.touch()
-    with RECORD.open("r+") as opened:
+    write(RECORD, file, {"date": date, "result": result, "kernels": kernels, "instructions": forms})
+    counts: dict[str, Any] = {}
+    for line in sorted(lines, key=lambda line: int(line["counted"])):
+        if line["row"] and line["counts"]:
+            counts[line["row"]] = {"kernel": line["kernel"], **line["counts"]}
+    write(COUNTS, file, dict(sorted(counts.items())))
+
+
+def write(path: Path, file: str, entry: dict[str, Any]) -> None:
+    """Writes the entry of a file of tests to a record, a line for each."""
+    path.touch()
+    with path.open("r+") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)  # several may run side by side
         content: dict[str, Any] = json.loads(opened.read() or "{}")
-        content[file] = {"date": date, "result": result, "kernels": kernels, "instructions": forms}
+        content[file] = entry
         parts = [f" {json.dumps(name)}: {json.dumps(content[name])}" for name in sorted(content)]
         opened.seek(0)
         opened.truncate()

@@ -10,6 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from sglang.ledger.why_slow import executed_counts
+
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER = ROOT / "python" / "sglang" / "ledger"
 PAGE = ROOT / "docs" / "executed.md"
@@ -47,6 +49,17 @@ What a thread has not written in a register, though others have, is NaN.
     python -m sglang.ledger forms --sample 20  # which instructions 20 rows of the ledger have; all must be known
 
 All 232 forms of instructions in 226 rows, at least one of each kernel, are known (2026-11-30).
+
+## What launches ask of a card
+
+    python -m sglang.explain --why-slow fused_moe/gate_up  # of an op, or of rows whose names begin so; --json too
+
+Executions also count, of each row's largest launch: instructions of warps by class, `mma` by type, bytes of global
+memory and the sectors of 32 bytes that they move, turns of shared memory and how many of them are conflicts of banks
+(`python/sglang/ledger/executed_counts.json`, written with the record). The command prints them for COUNTED rows, and
+which unit they would keep busy longest by the card's published rates. They are counts of small launches and of PTX: the
+assembler joins some instructions and makes several of others. As features they do not make the
+[cost model](../benchmark/results/card.md#counted-instructions) better.
 
 ## What it found
 
@@ -90,7 +103,10 @@ A fault counts unless an execution proves that it cannot show on these launches.
 - Races are looked for in shared memory, not in global memory: there blocks of padding write to one slot. Of many blocks
   that are executed together those of about 2,048 threads are watched, evenly spread.
 - Global memory counts as written, also where a launcher allocated it without values.
-- Tests have small shapes. A row of the ledger counts as executed if a launch that it covers was.
+- Tests have small shapes. A row of the ledger counts as executed if a launch that it covers was. Tests of ops launch
+  some rows; `test/ledger/rows/` launches rows of products, experts, attention and rotations one by one, each with its
+  own tile, against the op's reference. The record has those that fitted into the time of its last run: `passed in part`
+  below.
 - Of the kernels in CUDA C++ (`sgl-kernel`) the products of experts are executed, as nvcc 13.0 compiles them for
   sm_120a. Those that exchange data between GPUs are not: they wait for other GPUs by a clock.
 - Instructions that none of our kernels has are not known: `wgmma`, `tcgen05`, `mbarrier`, copies in bulk.
@@ -164,6 +180,7 @@ def page() -> str:
     choices = sorted({kernel for e in record.values() for kernel, one in e["kernels"].items() if one.get("choices")})
     named = "".join(f"\n\n- `{kernel}`" if i == 0 else f"\n- `{kernel}`" for i, kernel in enumerate(choices))
     introduction = INTRODUCTION.replace("CHOICES", named).replace("FAULTS", _faults())
+    introduction = introduction.replace("COUNTED", str(len(executed_counts())))
     cuda = _cuda(sorted((kernel, count) for kernel, count in launches.items() if kernel.startswith("sgl-kernel")))
     parts = [introduction, "\n".join(lines), total, cuda, _missing(sorted(set(missing))), _files(record)]
     return "\n".join(parts)

@@ -1,13 +1,14 @@
 """What a GPU computes beside what the executor of PTX computes of the same code, byte by byte.
 
-    python lab/gpu/ptx_against_gpu.py record --out launches test/srt/layers/test_triton_ops.py   # GPU; ten minutes
-    python lab/gpu/ptx_against_gpu.py compare launches                                           # no GPU
+    python lab/gpu/ptx_against_gpu.py record --out launches    # GPU; three minutes
+    python lab/gpu/ptx_against_gpu.py compare launches         # no GPU
 
-`record` runs files of kernel tests on the GPU, with the tiles of SM120 (SGLANG_FORCE_ARCH), and keeps of each form's
-first launches the PTX, the arguments before and the tensors after. `compare` executes each and prints a line: equal,
-or the largest difference in units of the last place of the tensor's type; or why it is refused (`wgmma`). Kernels with
-approximate functions and products may differ in the last places; others must be equal. Two files of attention and
-products and five of other kernels give over 300 launches.
+`record` runs files of kernel tests on the GPU (all of Triton's kernels', if none is named), with the tiles of SM120
+(SGLANG_FORCE_ARCH), and keeps of each form's first launches the PTX, the arguments before and the tensors after.
+Several files run side by side, since compiling takes most of the time; in each one no test begins after so many
+seconds, the first case of every test before others. `compare` executes each launch and prints a line: equal, or the
+largest difference in units of the last place of the tensor's type; or why it is refused (`wgmma`). Kernels with
+approximate functions and products may differ in the last places; others must be equal.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "SGLANG_RECORD_LAUNCHES"
+ENDED_EARLY = 2
+"""pytest's status if `first_cases` ended it."""
 LAUNCHES_OF_A_FORM = 2
 MOST_UNITS = 16
 """Last places that count as close: a tensor core adds products in an order and precision of its own."""
-MOST_BYTES = 64 << 20
+MOST_BYTES = 8 << 20
 """Of the tensors of a launch; larger launches are not kept."""
 
 
@@ -38,20 +42,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     record = commands.add_parser("record")
     record.add_argument("--out", type=Path, required=True)
-    record.add_argument("files", nargs="+")
+    record.add_argument("--jobs", type=int, default=12, help="files that run side by side")
+    record.add_argument("--seconds", type=int, default=12, help="after which no further test of a file begins")
+    record.add_argument("files", nargs="*", help="files of kernel tests; none: all")
     compare = commands.add_parser("compare")
     compare.add_argument("folder", type=Path)
     args = parser.parse_args(argv)
     if args.command == "compare":
         return compare_all(args.folder)
     args.out.mkdir(parents=True, exist_ok=True)
+    files = args.files or kernel_tests()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = list(pool.map(lambda file: record_file(file, args.out, args.seconds), files))
+    for file, (status, output) in zip(files, results, strict=True):
+        if status not in (0, ENDED_EARLY):
+            print(output[-4000:])
+        print(f"{file}: {'passed' if status == 0 else 'ended early' if status == ENDED_EARLY else 'failed'}")
+    print(f"{len(list(args.out.glob('*.pt')))} launches of {len(list(args.out.glob('*.ptx')))} forms")
+    return 1 if any(status not in (0, ENDED_EARLY) for status, _ in results) else 0
+
+
+def kernel_tests() -> list[str]:
+    """Returns the files with tests of Triton's kernels, by their path in the repository."""
+    files = sorted((ROOT / "test" / "srt").rglob("test_*.py"))
+    return [file.relative_to(ROOT).as_posix() for file in files if "interpreter.kernel_test" in file.read_text()]
+
+
+def record_file(file: str, folder: Path, seconds: int) -> tuple[int, str]:
+    """Runs one file of tests and keeps its launches. Returns pytest's status and output."""
     given = os.environ.get("PYTHONPATH")
-    paths = [*(str(ROOT / part) for part in ("python", "test", "lab/gpu")), *([given] if given else [])]
+    paths = [*(str(ROOT / part) for part in ("python", "test", "scripts", "lab/gpu")), *([given] if given else [])]
     environment = os.environ | {
-        FOLDER: str(args.out.resolve()), "SGLANG_FORCE_ARCH": "sm_120", "PYTHONPATH": os.pathsep.join(paths),
+        FOLDER: str(folder.resolve()), "SGLANG_FORCE_ARCH": "sm_120", "PYTHONPATH": os.pathsep.join(paths),
+        "FIRST_CASES_SECONDS": str(seconds),
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "ptx_against_gpu", *args.files]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command += ["-p", "first_cases", "-p", "ptx_against_gpu", "-k", "not in_interpreter", file]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 def keep_launches(folder: Path) -> None:
@@ -73,18 +101,19 @@ def keep_launches(folder: Path) -> None:
             key = self._metadata.hash
             tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
             size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            if kept[key] >= LAUNCHES_OF_A_FORM or size > MOST_BYTES or torch.cuda.is_current_stream_capturing():
+            if kept[key] >= LAUNCHES_OF_A_FORM or size > MOST_BYTES or is_capturing():
                 self._launch(x, y, z, *rest)
                 return
             before = on_cpu(given)
             self._launch(x, y, z, *rest)
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             after = on_cpu({name: value for name, value in given.items() if isinstance(value, torch.Tensor)})
             content = {
                 "kernel": self._source.fn.__name__, "hash": key, "grid": (x, y, z), "before": before, "after": after,
                 "shared": self._metadata.shared, "threads": self._metadata.num_warps * 32,
             }  # fmt: skip
-            torch.save(content, folder / f"{key[:12]}-{kept[key]}.pt")
+            torch.save(content, folder / f"{key[:12]}-{os.getpid()}-{kept[key]}.pt")
             kept[key] += 1
 
     driver.launcher_cls = Keeping
@@ -96,6 +125,11 @@ def keep_launches(folder: Path) -> None:
         (folder / f"{self.metadata.hash[:12]}.ptx").write_text(self.asm["ptx"])
 
     triton.compiler.CompiledKernel.__init__ = with_ptx
+
+
+def is_capturing() -> bool:
+    """Returns whether launches go to a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:

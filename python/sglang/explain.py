@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.ledger.why_slow import why_slow_json, why_slow_lines
 from sglang.plan.floors import StepFloors
 from sglang.plan.host_memory import UNBOUNDED, UNKNOWN, HostMemory, Machine
 from sglang.plan.measured_times import measured_choices
@@ -493,8 +494,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar='"OP SIZE=N ..."',
         help='predict one op, such as "linear tokens=64 rows=4096 cols=7168 scheme=fp8_block"; needs no model',
     )
+    parser.add_argument(
+        "--why-slow",
+        metavar="OP",
+        help="print what executed launches of an op's kernels ask of the card's units, such as linear/gemv; needs no"
+        " model",
+    )
     options, rest = parser.parse_known_args(argv)
     try:
+        if options.why_slow:
+            return _print_why_slow(options.why_slow, arch_by_name(options.arch or "sm_120"), options.json)
         if options.shape:
             return _print_shapes(options.shape, arch_by_name(options.arch or "sm_120"), options.json)
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
@@ -587,6 +596,12 @@ def _print_shapes(shapes: Sequence[str], arch: ArchTraits, as_json: bool) -> int
         print(json.dumps([shape_json(shape, arch) for shape in shapes], indent=2))
     else:
         print("\n".join(shape_lines(shapes, arch)))
+    return 0
+
+
+def _print_why_slow(op: str, arch: ArchTraits, as_json: bool) -> int:
+    """Prints the counts of an op's executed launches. Returns the exit status. Raises UserError for an unknown op."""
+    print(json.dumps(why_slow_json(op, arch), indent=2) if as_json else "\n".join(why_slow_lines(op, arch)))
     return 0
 
 

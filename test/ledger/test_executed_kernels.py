@@ -17,6 +17,8 @@ SAMPLE = [
     f"{LAYERS}/quantization/test_quant_linear.py::test_every_scheme[1-nvfp4-native]",  # block scales, of four bits
     f"{LAYERS}/quantization/test_quant_linear.py::test_every_scheme[40-mxfp8-native]",  # block scales, of eight bits
     f"{LAYERS}/attention/test_attention_kernels.py::test_extend_head_dims[(64, 64)]",  # bf16, copies, loops
+    # A row of the ledger, with its own tile: scales of groups, of a depth that is split over blocks.
+    "test/ledger/rows/rows_of_linear.py::test_tiles[linear/tiles/int4_g64/split/K128 M16 N64 w4 s2 GROUP_M1]",
 ]
 
 

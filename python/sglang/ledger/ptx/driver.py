@@ -31,13 +31,18 @@ class Launch:
 
 
 @contextlib.contextmanager
-def executing(arch: str, note: Callable[[Launch], None] | None = None) -> Iterator[None]:
-    """Executes Triton's launches in the block as on `arch` ("sm_120"); `note` is called after each."""
+def executing(
+    arch: str, note: Callable[[Launch], None] | None = None, counted: Callable[[str, int], bool] | None = None
+) -> Iterator[None]:
+    """Executes Triton's launches in the block as on `arch` ("sm_120"); `note` is called after each. `counted` says of a
+    form's hash and a number of blocks whether what this launch asks of a card's units is counted; None: of none."""
     import triton
     from triton import knobs
 
     before, hook = triton.runtime.driver._active, knobs.runtime.add_stages_inspection_hook
-    triton.runtime.driver.set_active(_Driver(arch, note or (lambda launch: None)))  # type: ignore[arg-type]
+    triton.runtime.driver.set_active(
+        _Driver(arch, note or (lambda launch: None), counted or (lambda form, blocks: False))  # type: ignore[arg-type]
+    )
     knobs.runtime.add_stages_inspection_hook = without_assembly  # type: ignore[assignment]
     try:
         yield
@@ -60,8 +65,8 @@ def without_assembly(
 class _Driver:
     """What Triton asks of a GPU's driver."""
 
-    def __init__(self, arch: str, note: Callable[[Launch], None]) -> None:
-        self._arch, self._note = arch, note
+    def __init__(self, arch: str, note: Callable[[Launch], None], counted: Callable[[str, int], bool]) -> None:
+        self._arch, self._note, self._counted = arch, note, counted
         self.utils = self
 
     def get_current_target(self) -> Any:
@@ -84,14 +89,16 @@ class _Driver:
     def unload_module(self, module: object) -> None: ...
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return _Launcher(source, metadata, self._note)
+        return _Launcher(source, metadata, self._note, self._counted)
 
 
 class _Launcher:
     """Executes the launches of one compiled kernel."""
 
-    def __init__(self, source: Any, metadata: Any, note: Callable[[Launch], None]) -> None:
-        self._source, self._metadata, self._note = source, metadata, note
+    def __init__(
+        self, source: Any, metadata: Any, note: Callable[[Launch], None], counted: Callable[[str, int], bool]
+    ) -> None:
+        self._source, self._metadata, self._note, self._counted = source, metadata, note, counted
         constants = {path[0] for path in source.constants}
         self._names = [(i, name) for i, name in enumerate(source.fn.arg_names) if i not in constants]
 
@@ -103,5 +110,6 @@ class _Launcher:
         given = {name: arguments[i] for i, name in self._names}
         if x * y * z == 0:
             return
-        done = launch(ptx, (x, y, z), given, metadata.shared, metadata.num_warps * metadata.warp_size)
+        threads, counting = metadata.num_warps * metadata.warp_size, self._counted(metadata.hash, x * y * z)
+        done = launch(ptx, (x, y, z), given, metadata.shared, threads, counting)
         self._note(Launch(self._source, (x, y, z), metadata, given, done))

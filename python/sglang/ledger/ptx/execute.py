@@ -22,15 +22,16 @@ MOST_BLOCKS = 2_000_000
 """Basic blocks that one execution may run before it counts as endless."""
 
 
-def execute(program: Program, m: Machine, executed: Counter[int]) -> None:
-    """Runs all lanes to their ends; adds to `executed` how many lanes ran each basic block. Raises Hazard."""
+def execute(program: Program, m: Machine, executed: Counter[int], warps: Counter[int]) -> None:
+    """Runs all lanes to their ends; adds to `executed` and `warps` how many lanes and warps ran each basic block.
+    Raises Hazard."""
     with np.errstate(all="ignore"):
-        _Execution(program, m, executed).run()
+        _Execution(program, m, executed, warps).run()
 
 
 class _Execution:
-    def __init__(self, program: Program, m: Machine, executed: Counter[int]) -> None:
-        self._program, self._m, self._executed = program, m, executed
+    def __init__(self, program: Program, m: Machine, executed: Counter[int], warps: Counter[int]) -> None:
+        self._program, self._m, self._executed, self._warps = program, m, executed, warps
         self._live = np.ones(m.lanes, dtype=bool)
         self._ready: dict[int, Array] = {0: self._live.copy()}
         self._waiting: dict[int, Array] = {}
@@ -46,6 +47,7 @@ class _Execution:
             count = int(np.count_nonzero(lanes))
             m.mask = None if count == m.lanes else lanes
             self._executed[number] += count
+            self._warps[number] += int(np.count_nonzero(lanes.reshape(-1, 32).any(axis=1)))
             block = self._program.blocks[number]
             self._steps(block)
             self._end(number, block, lanes)

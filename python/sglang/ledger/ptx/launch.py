@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang.ledger.ptx.counts import Counts
 from sglang.ledger.ptx.execute import execute
 from sglang.ledger.ptx.machine import Machine
 from sglang.ledger.ptx.memory import GlobalMemory, host_bytes
@@ -39,6 +40,8 @@ class Executed:
     """Stores whose outcome is one of two roundings of a sum."""
     lines: set[int] = field(default_factory=set)
     """Of the module's text, that some thread reached."""
+    counts: Counts | None = None
+    """What the launch asked of a card's units; None: nobody asked."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -48,43 +51,48 @@ def compiled(ptx: str) -> Program:
 
 
 def launch(
-    ptx: str, grid: tuple[int, int, int], arguments: Mapping[str, Any], shared_bytes: int = 0, threads: int = 0
-) -> Executed:
+    ptx: str, grid: tuple[int, int, int], arguments: Mapping[str, Any], shared_bytes: int = 0, threads: int = 0,
+    counting: bool = False,
+) -> Executed:  # fmt: skip
     """Runs all blocks of a grid. `arguments` has a value for each of the kernel's parameters, in order: tensors on the
-    CPU, numbers, structs of ctypes, None or 0 for a null pointer; those that are missing at the end are null. Raises
-    Hazard, Unsupported."""
-    return run(compiled(ptx), GlobalMemory(), grid, arguments, shared_bytes, threads)
+    CPU, numbers, structs of ctypes, None or 0 for a null pointer; those that are missing at the end are null. With
+    `counting` what it asks of a card's units is counted, which takes longer. Raises Hazard, Unsupported."""
+    return run(compiled(ptx), GlobalMemory(), grid, arguments, shared_bytes, threads, Counts() if counting else None)
 
 
 def run(
     code: Program, memory: GlobalMemory, grid: tuple[int, int, int], arguments: Mapping[str, Any],
-    shared_bytes: int = 0, threads: int = 0,
+    shared_bytes: int = 0, threads: int = 0, asked: Counts | None = None,
 ) -> Executed:  # fmt: skip
-    """Runs a program as `launch` does; the tensors become allocations of `memory`."""
+    """Runs a program as `launch` does; the tensors become allocations of `memory`. Adds to `asked`, if given."""
     memory.alone = memory.alone and not code.blocks_agree
     slots = _with_parameters(code, memory, arguments)
     threads = code.module.threads or threads
     blocks = [(x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(grid)))]
     at_once = max(MOST_LANES // threads, 1)
-    counts: Counter[int] = Counter()
+    counts, warps = Counter[int](), Counter[int]()
     choices = 0
     for first in range(0, len(blocks), at_once):
         some = blocks[first : first + at_once]
         machine = Machine(
             slots, threads, some, memory, code.slots.shared_bytes + shared_bytes, code.slots.local_bytes, code.word,
-            first,
+            first, asked,
         )  # fmt: skip
         _set_special(machine, code, some, grid)
-        execute(code, machine, counts)
+        execute(code, machine, counts, warps)
         choices += machine.choices
-    done = Executed(bytes_read=memory.bytes_read, bytes_written=memory.bytes_written, choices=choices)
+    done = Executed(bytes_read=memory.bytes_read, bytes_written=memory.bytes_written, choices=choices, counts=asked)
     for number, lanes in counts.items():
         for instruction in code.blocks[number].instructions:
             done.instructions[instruction.opcode] += lanes
             done.lines.add(instruction.line)
+            if asked is not None:
+                asked.instructions(instruction.opcode, warps[number])
         last = code.blocks[number].last
         if last is not None:
             done.lines.add(last.line)
+            if asked is not None:
+                asked.instructions(last.opcode, warps[number])
     return done
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang.ledger.ptx.counts import Counts
 from sglang.ledger.ptx.memory import SHARED_BASE, BlockMemory, GlobalMemory
 from sglang.ledger.ptx.shared_watch import SharedWatch
 from sglang.ledger.ptx.types import Array
@@ -34,10 +35,13 @@ class Machine:
     def __init__(
         self, slots: Sequence[Array | None], threads: int, blocks: Sequence[tuple[int, int, int]],
         memory: GlobalMemory, shared_bytes: int, local_bytes: int, word: int, first_block: int = 0,
+        counts: Counts | None = None,
     ) -> None:  # fmt: skip
         self.registers: list[Array | None] = list(slots)
         self.threads, self.lanes = threads, threads * len(blocks)
         self.mask: Array | None = None
+        self.counts = counts
+        """What memory is asked for; None: nobody asked."""
         self.memory = memory
         lane = np.arange(self.lanes)
         self.block_of_lane, self.first_block = lane // threads, first_block
@@ -49,6 +53,15 @@ class Machine:
         self.all_lanes = lane
         self.choices = 0
         """Stores to shared memory in which threads of a block write one place in different roundings."""
+
+    def count_global(self, addresses: Array, lanes: Array | None, size: int) -> None:
+        """Counts an access to global memory, if somebody asked: `addresses` has one for each lane, or one for all."""
+        if self.counts is None:
+            return
+        if addresses.size == 1 and lanes is None:
+            lanes = self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
+            addresses = np.broadcast_to(addresses, lanes.shape)
+        self.counts.global_access(addresses, self.all_lanes if lanes is None else lanes, size)
 
     def full(self, x: Array) -> Array:
         """Returns an element for each lane."""

@@ -41,8 +41,13 @@ def execute_all_launches(arch: str) -> None:
         if key not in _lines:
             _lines[key] = line_of(launch)
         _add(_lines[key], launch.grid[0] * launch.grid[1] * launch.grid[2], launch.done)
+        if launch.done.counts is not None:
+            _count(_lines[key], launch)
 
-    context = executing(arch, note if path else None)
+    def counted(form: str, blocks: int) -> bool:
+        return form not in _lines or blocks > _lines[form]["counted"]
+
+    context = executing(arch, note if path else None, counted if path else None)
     context.__enter__()
     _forever.append(context)  # it would end with the last reference
     if path:
@@ -61,6 +66,15 @@ def _add(line: Line, blocks: int, done: Executed) -> None:
     line["choices"] += done.choices
     for form, count in done.instructions.items():
         line["instructions"][form] = line["instructions"].get(form, 0) + count
+
+
+def _count(line: Line, launch: Launch) -> None:
+    """Notes what a launch asked of a card's units, in the place of a smaller one's."""
+    assert launch.done.counts is not None
+    x, y, z = launch.grid
+    line["counted"] = x * y * z
+    threads = launch.metadata.num_warps * launch.metadata.warp_size
+    line["counts"] = {"grid": [x, y, z], "threads": threads, **launch.done.counts.content()}
 
 
 def form_of_launch(launch: Launch) -> Form:
@@ -90,8 +104,8 @@ def line_of(launch: Launch) -> Line:
 
 
 def _empty(kernel: str, form: str, row: str) -> Line:
-    figures = {"launches": 0, "blocks": 0, "bytes": 0, "choices": 0}
-    return {"kernel": kernel, "form": form, "row": row, **figures, "instructions": {}}
+    figures = {"launches": 0, "blocks": 0, "bytes": 0, "choices": 0, "counted": 0}
+    return {"kernel": kernel, "form": form, "row": row, **figures, "instructions": {}, "counts": {}}
 
 
 @functools.cache

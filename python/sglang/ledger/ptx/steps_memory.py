@@ -124,6 +124,7 @@ def _load(
 
     def read(m: Machine, lanes: Array | None, addresses: Array) -> list[Array]:
         if space == "global":
+            m.count_global(addresses, lanes, size * count)
             return m.memory.load(addresses.astype(np.uint64, copy=False), size, count, hint)
         if space == "shared":
             return shared_read(m, lanes, addresses, size, count)
@@ -170,6 +171,7 @@ def _store(
                 return
             values = [value[lanes] for value in values]
         if space == "global":
+            m.count_global(addresses, lanes, size * count)
             blocks = m.block_of_lane if lanes is None else m.block_of_lane[lanes]
             m.memory.store(addresses.astype(np.uint64, copy=False), values, size, hint, m.first_block + blocks)
         elif space == "shared":
@@ -187,7 +189,10 @@ def shared_read(
 ) -> list[Array]:
     """Returns neighbouring elements of shared memory for each lane, or for its warp."""
     offsets = m.shared.offsets(addresses, lanes, size * count)
-    m.watch.read(offsets, size * count, m.all_lanes if lanes is None else lanes, by_warp)
+    who = m.all_lanes if lanes is None else lanes
+    m.watch.read(offsets, size * count, who, by_warp)
+    if m.counts is not None:
+        m.counts.shared_access(offsets, who, size * count)
     view, first = m.shared.views[size], offsets // size
     return [view[first + i] for i in range(count)]
 
@@ -199,6 +204,8 @@ def shared_write(
     outcome is undefined."""
     offsets = m.shared.offsets(addresses, lanes, size * len(values))
     who = m.all_lanes if lanes is None else lanes
+    if m.counts is not None:
+        m.counts.shared_access(offsets, who, size * len(values))
     view = m.shared.views[size]
     for i, value in enumerate(values):
         at = offsets // size + i
@@ -277,6 +284,10 @@ def _atomic(op: Opcode, space: str, operands: list[Operand], slots: Slots, guard
             places = m.shared.offsets(addresses, lanes, size) // size
             view = m.shared.views[size]
             m.watch.atomic(places * size, size, who)
+            if m.counts is not None:
+                m.counts.shared_access(places * size, who, size)
+        else:
+            m.count_global(addresses, who, size)
         for i in range(who.size):
             if space == "global":
                 view, at = m.memory.cell(int(addresses[i]), size)
@@ -350,6 +361,9 @@ def _copying(op: Opcode, instruction: Instruction, slots: Slots) -> Step:
             read = m.memory.load(addresses[whole].astype(np.uint64, copy=False), unit, size // unit, hint)
             for i, part in enumerate(read):
                 values[whole, i] = part
+            m.count_global(addresses[whole], who[whole], size)
+        if m.counts is not None:
+            m.counts.shared_access(offsets, who, size)
         m.watch.write(offsets, size, who, None, coming=True)
         m.copies.pending.append((who, offsets, values, unit, m.copies.groups[who].copy()))
 
