@@ -13,6 +13,8 @@ from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 ENGINE_DIED = 1
+PROCESSES_END_S = 1.5
+"""Seconds for the ranks to end by themselves, before they are killed."""
 
 
 def run_ranks(args: ServerArgs) -> None:
@@ -38,7 +40,7 @@ def run_ranks(args: ServerArgs) -> None:
         failures.append(str(error))
     finally:
         guard.end_within(guard.limit_s)
-        handle.shutdown(guard.limit_s / 3)
+        handle.shutdown(PROCESSES_END_S)
     if failures:
         logger.error("This machine's ranks have ended, as all do when one does: %s", failures[0])
         sys.exit(ENGINE_DIED)
