@@ -10,11 +10,14 @@ import functools
 import gc
 import logging
 import os
+import random
 import ssl
 import sys
+import zlib
 from collections.abc import Generator
 
 import left_out
+import numpy
 import order
 import pairs
 import pytest
@@ -45,9 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Modules and tests stay until the end: no collection looks at them, neither now nor later."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    # Only a worker has this, and not the processes that its tests start, whose exit status tells of failures: those
+    # inherit the variables by which xdist names it.
+    if hasattr(session.config, "workerinput"):
         atexit.register(os._exit, 0)  # all has been sent; to take modules and tests apart takes four seconds
     else:
         atexit.register(gc.unfreeze)  # extension modules complain about objects that outlive Python
@@ -72,6 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which draw, too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Numbers that a test draws without a seed are the same in each run, whatever its process has run before."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)

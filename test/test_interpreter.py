@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import interpreter
 import pytest
 import torch
 import triton
 import triton.language as tl
+from interpreter_processes import run_pytest
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.layers.quantization import reference
@@ -191,3 +194,12 @@ def test_a_launch_leaves_the_language_as_it_was() -> None:
 @interpreter.in_two_parts
 def test_in_interpreter(part: str) -> None:
     interpreter.run_file(__file__, part)
+
+
+def test_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a process that a worker of xdist starts, which inherits the worker's variables."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    file = tmp_path / "test_that_fails.py"
+    file.write_text("def test_that_fails():\n    assert False\n")
+    status, output = run_pytest(["-p", "conftest", "-p", "no:cacheprovider", str(file)])
+    assert status == pytest.ExitCode.TESTS_FAILED, output

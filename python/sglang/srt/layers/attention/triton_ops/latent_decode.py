@@ -73,11 +73,10 @@ def latent_decode_kernel(
     prefix = 0
     if HAS_GUESSES:
         prefix = tl.load(prefix_lens_ptr + tl.maximum(seq, 0))
+    length = 0
     if HAS_WINDOW:
-        if HAS_GUESSES:
-            begin = tl.maximum(begin, first_seen(prefix + 1, window, False))
-        else:
-            begin = tl.maximum(begin, first_seen(tl.load(seq_lens_ptr + tl.maximum(seq, 0)), window, False))
+        length = tl.load(seq_lens_ptr + tl.maximum(seq, 0))
+        begin = tl.maximum(begin, first_seen(prefix + 1 if HAS_GUESSES else length, window, False))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -94,6 +93,8 @@ def latent_decode_kernel(
         head = head % num_heads
         first = first * num_tokens + token
         row_end = prefix + 1 + token
+        if HAS_WINDOW:
+            row_end = tl.minimum(row_end, length)  # a row of padding sees keys, too: its output is a number
         num_heads *= num_tokens
     head_ok = out_head < num_heads
     q_rows = first * stride_qb + head * stride_qh
