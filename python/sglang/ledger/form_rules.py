@@ -109,7 +109,7 @@ _ATTENTION = {
     "latent_prompt.latent_prompt_kernel": _rule(
         at_most="CARRY_OUT",
         counts="num_seqs num_blocks num_heads window",
-        absent={"CARRY_OUT": "part_o_ptr part_lse_ptr"} | _WINDOW,
+        absent={"CARRY_OUT": "part_o_ptr part_lse_ptr"} | _SINKS | _WINDOW,
     ),
     "latent_prompt.gather_latents_kernel": _rule(free="NOPE", counts="num_heads"),
     "latent_prompt.gather_records_kernel": _rule(free="NOPE", counts="num_heads"),

@@ -18,16 +18,20 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def problem(num_tokens: int, streams: int, size: int, last: bool = False) -> dict[str, torch.Tensor]:
-    """A join whose logits are of the size of 1: of the middle of a model, or behind its last layer."""
-    outputs = streams if last else streams * (2 + streams)
+def problem(
+    num_tokens: int, streams: int, size: int, last: bool = False, apart: bool = False
+) -> dict[str, torch.Tensor]:
+    """A join whose logits are of the size of 1: of the middle of a model, or behind its last layer. `apart`: streams do
+    not mix."""
+    pieces = (streams, streams, *([] if apart else [streams**2]))[: 1 if last else 3]
+    outputs = sum(pieces)
     made = {
         "streams": torch.randn(num_tokens, streams, size).bfloat16(),
         "out": torch.randn(num_tokens, size).bfloat16(),
-        "placement": torch.rand(num_tokens, streams + streams * streams),
+        "placement": torch.rand(num_tokens, streams + (0 if apart else streams * streams)),
         "matrix": torch.randn(outputs, streams * size) / (streams * size) ** 0.5,
         "base": torch.randn(outputs),
-        "scale": 2.0 * torch.randn(1 if last else 3),
+        "scale": 2.0 * torch.randn(len(pieces)),
         "weight": (1 + 0.1 * torch.randn(size)).bfloat16(),
     }
     return {name: tensor.to(DEVICE) for name, tensor in made.items()}
@@ -66,10 +70,24 @@ def check(given: dict[str, torch.Tensor], rounds: int = ROUNDS) -> None:
     rtol = unit * max(1.0, float(given["scale"].abs().max()) * (terms / 4096) ** 0.5)
     torch.testing.assert_close(placement.double(), want[2].double(), rtol=rtol, atol=rtol / 10)
     torch.testing.assert_close(x.double(), want[1], rtol=2**-7, atol=2**-8)
-    if placement.shape[1]:
-        num = given["streams"].shape[1]
+    num = given["streams"].shape[1]
+    if placement.shape[1] > num:
         mix = placement[:, num:].unflatten(1, (num, num))
         torch.testing.assert_close(mix.sum(1), torch.ones_like(mix.sum(1)), rtol=0.0, atol=1e-4)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("num_tokens", "size", "first"), [(1, 4096, False), (17, 256, True), (61, 1024, False)])
+def test_streams_that_do_not_mix(num_tokens: int, size: int, first: bool, small_steps: None) -> None:
+    given = problem(num_tokens, 4, size, apart=True)
+    check(given | {"out": None, "placement": None} if first else given)
+    check(problem(num_tokens, 4, size, last=True, apart=True))
+
+
+def test_a_magnitude_limits_the_weights_of_an_output() -> None:
+    given = problem(3, 4, 64, apart=True)
+    ours = [hyper_native.hyper_connection(*given.values(), EPS, MIX_EPS, 0, False, limit)[2] for limit in (2.0, 3.0)]
+    torch.testing.assert_close((ours[0] - MIX_EPS) * 1.5, ours[1] - MIX_EPS)
 
 
 @interpreter.kernel_test

@@ -174,6 +174,19 @@ LATENT_WIDE = {
     "v_head_dim": 128,
     "moe_intermediate_size": 256,
 }
+HY_V4 = {
+    **{key: value for key, value in LATENT.items() if key not in ("rope_interleave", "first_k_dense_replace")},
+    **INDEXER,
+    "num_hidden_layers": 4,
+    "indexer_types": ["full", "full", "shared", "full"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "hc_mult": 4,
+    "pad_token_id": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -554,6 +567,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 16, "qk_nope_head_dim": 192, "v_head_dim": 256}
         | {"indexer_types": ["full", "shared", "full"], "num_nextn_predict_layers": 1},
     ),
+    "hy_v4": ("HYV4Config", HY_V4),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral_windows": ("MistralConfig", {"sliding_window": 12}),
     "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),

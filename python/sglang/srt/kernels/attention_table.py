@@ -84,7 +84,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
                 flashinfer_latents,
                 HALF,
                 only_16_bit_cache,
-                lacks("sparse", "custom_mask", "both_ways"),
+                lacks("sparse", "custom_mask", "both_ways", "sinks"),
             ),
             asked_as="flashinfer",
         ),
@@ -136,7 +136,7 @@ LONG_LATENT_PROMPT = (
         f"{_MLA}.flashinfer_prompt:FlashInferLatentPrompt",
         CP_ASYNC,
         "flashinfer",
-        refuse=all_of(HALF, flashinfer_latent_prompts_are_faster),
+        refuse=all_of(HALF, lacks("sinks"), flashinfer_latent_prompts_are_faster),
         graph_safe=False,
     ),
 )

@@ -72,15 +72,19 @@ def index_norm_rope(
     bias: torch.Tensor,
     eps: float,
     is_neox_style: bool = True,
+    first_rotary: int = 0,
 ) -> torch.Tensor:
-    """Returns keys [T, D] after a layer norm (weight, bias [D] fp32) with their first rot dims rotated; rotates queries
-    [N, H, D] of the tokens from `first_query` on in place. positions [T]; cos_sin [max_pos, rot] fp32."""
+    """Returns keys [T, D] after a layer norm (weight, bias [D] fp32) with rot dims from `first_rotary` on rotated;
+    rotates queries [N, H, D] of the tokens from `first_query` on in place. positions [T]; cos_sin [max_pos, rot]
+    fp32."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     normed = torch.nn.functional.layer_norm(keys.float(), weight.shape, weight, bias, eps).to(keys.dtype)
     if queries is not None:
         tokens = slice(first_query, first_query + len(queries))
-        queries.copy_(apply_rope(queries, cos[tokens], sin[tokens], is_neox_style))
-    return apply_rope(normed[:, None], cos, sin, is_neox_style)[:, 0].to(keys.dtype)
+        rotated = queries[..., first_rotary:]
+        rotated.copy_(apply_rope(rotated, cos[tokens], sin[tokens], is_neox_style))
+    of_keys = apply_rope(normed[:, None, first_rotary:], cos, sin, is_neox_style)[:, 0].to(keys.dtype)
+    return torch.cat((normed[:, :first_rotary], of_keys), dim=1) if first_rotary else of_keys
 
 
 def index_queries(

@@ -83,6 +83,7 @@ class HyperJoin:
             spec.eps,
             spec.rounds,
             spec.lagged,
+            spec.magnitude,
         )
         stream.out = None
         return x
@@ -143,8 +144,7 @@ class HyperResidual:
     def join(self, scope: Scope, block: str) -> Join:
         if block == NGRAMS:
             return WholeJoin()
-        num = self.spec.streams
-        return HyperJoin(scope, PLACES[block], block, self.model, self.spec, (num, num, num * num))
+        return HyperJoin(scope, PLACES[block], block, self.model, self.spec, self.spec.pieces)
 
     def begin(self, embedded: torch.Tensor) -> HyperStream:
         """Starts every stream as a copy of the embedding."""

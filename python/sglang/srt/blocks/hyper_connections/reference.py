@@ -20,6 +20,7 @@ def hyper_connection(
     mix_eps: float,
     rounds: int,
     lagged: bool = False,
+    magnitude: float = 2.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Connects one block of a model with N streams to the next: adds the previous block's output to the streams, and
     computes the next block's input.
@@ -30,8 +31,11 @@ def hyper_connection(
     normalization -> the streams; normed inputs of the next block [T, H]; its placement. M is N (2 + N), or N behind the
     last layer, where the placement is empty.
 
+    With M of 2 N the streams do not mix: a placement is [T, N], and stream k becomes placement[k] * out + stream k.
+
     The product of the matrix and the streams of a token, divided by their root mean square, gives weights of the
-    streams in the input (a sigmoid), weights of the output in the streams (twice a sigmoid), and a matrix that is
+    streams in the input (a sigmoid), weights of the output in the streams (`magnitude` times a sigmoid; plus mix_eps
+    where streams do not mix), and a matrix that is
     `rounds` times normalized so that its columns and rows sum to 1 (Sinkhorn). Source: DeepSeek-V4's report, section
     2.2.
 
@@ -45,7 +49,7 @@ def hyper_connection(
     values = streams.to(wide)
     flat = values.flatten(1)
     logits = (flat @ matrix.to(wide).T) * torch.rsqrt(flat.square().mean(1, keepdim=True) + eps)
-    pieces = (num,) if len(matrix) == num else (num, num, num * num)
+    pieces = (num, num, num * num)[: {num: 1, 2 * num: 2}.get(len(matrix), 3)]
     parts = [
         part * factor + bias
         for part, factor, bias in zip(logits.split(pieces, 1), scale.to(wide), base.to(wide).split(pieces), strict=True)
@@ -56,8 +60,12 @@ def hyper_connection(
     x = (from_streams[..., None] * values).sum(1).to(streams.dtype)
     if len(parts) == 1:
         return streams, rmsnorm(x, weight, eps), streams.new_empty((len(streams), 0), dtype=torch.float32)
+    to_streams = magnitude * parts[1].sigmoid()
+    if len(parts) == 2:
+        following = to_streams + mix_eps
+        return streams, rmsnorm(x, weight, eps), following.float() if wide is torch.float32 else following
     mix = doubly_stochastic(parts[2].unflatten(1, (num, num)), mix_eps, rounds)
-    following = torch.cat((2 * parts[1].sigmoid(), mix.flatten(1), *([weights] if lagged else [])), dim=1)
+    following = torch.cat((to_streams, mix.flatten(1), *([weights] if lagged else [])), dim=1)
     return streams, rmsnorm(x, weight, eps), following.float() if wide is torch.float32 else following
 
 
@@ -75,6 +83,8 @@ def weights_behind(placement: torch.Tensor | None, streams: torch.Tensor) -> tor
 def placed(streams: torch.Tensor, out: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
     """Returns the streams [T, N, H] after adding the previous block's output: the first step of `hyper_connection`."""
     num, wide = streams.shape[1], _wide(streams)
+    if placement.shape[1] == num:
+        return (placement.to(wide)[..., None] * out[:, None].to(wide) + streams.to(wide)).to(streams.dtype)
     to_streams, mix = placement[:, : num + num * num].to(wide).split((num, num * num), dim=1)
     values = torch.einsum("tjk,tjh->tkh", mix.unflatten(1, (num, num)), streams.to(wide))
     return (to_streams[..., None] * out[:, None].to(wide) + values).to(streams.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.blocks.gqa.reference import ATTENTION_HEAD_GATE
+from sglang.srt.blocks.gqa.reference import ATTENTION_HEAD_GATE, ATTENTION_OUTPUT_GATE
 from sglang.srt.blocks.mla.reference import LATENT_ABSORB
 from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.layers.block import Site, SumsInOutput
@@ -13,7 +13,7 @@ from sglang.srt.layers.latent_adapters import LatentAdapters, LatentDims
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard, constant
-from sglang.srt.plan.attention_parts import HeadGate
+from sglang.srt.plan.attention_parts import ElementGate, HeadGate
 from sglang.srt.plan.ranks import ShardRange, whole
 from sglang.srt.plan.weight_names import PartKey
 
@@ -97,3 +97,25 @@ class OutputGate:
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Returns out [T, heads * D] with each head times its gate, made of x [T, H]."""
         return self.multiply(out, self.linear(x, self.weight, None))
+
+
+class ElementOutputGate:
+    """The sigmoid gate of each element of the output, whose projection is sharded by head."""
+
+    def __init__(self, scope: Scope, spec: MLA, site: Site, heads: ShardRange) -> None:
+        self.linear = ColumnParallelLinear(
+            scope.sub("gate"), spec.input_size or site.model.hidden_size, {"": heads.scale_dims(spec.v_dim)}
+        )
+        self.multiply = scope.plan.entry(ATTENTION_OUTPUT_GATE)
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Returns out [T, heads * D] times its gates, made of x [T, H]."""
+        return self.multiply(out, self.linear(x))
+
+
+def output_gate(scope: Scope, spec: MLA, site: Site, heads: ShardRange) -> OutputGate | ElementOutputGate:
+    """Builds what gates the heads' outputs."""
+    if isinstance(spec.gate, ElementGate):
+        return ElementOutputGate(scope, spec, site, heads)
+    assert spec.gate is not None
+    return OutputGate(scope, spec.gate, site, heads)

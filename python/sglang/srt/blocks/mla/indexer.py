@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.sparse_rows import SparseRows
     from sglang.srt.layers.forward_batch import ForwardBatch
 
-KEY_NORM_EPS = 1e-6
-"""Epsilon of the keys' norm in the published code, independent of `rms_norm_eps`."""
-
 
 class LightningIndexer:
     """Stores the index keys of a step's tokens, and puts the selection for its sparse tokens into `SparseRows`."""
@@ -69,8 +66,9 @@ class LightningIndexer:
             *rotation,
             self.norm_weight,
             self.norm_bias,
-            KEY_NORM_EPS,
+            self.spec.key_eps,
             self.spec.is_neox_style,
+            self.spec.first_rotary(rotation[1].shape[1]),
         )
         scales = cache["scale"] if cache.quantized else None
         self.store(keys, cache.k, scales, batch.slots_of(cache).out_cache_loc)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.mla.heads import LatentHeads, OutputGate
+from sglang.srt.blocks.mla.heads import LatentHeads, output_gate
 from sglang.srt.blocks.mla.indexer import LightningIndexer
 from sglang.srt.blocks.mla.reference import (
     LATENT_NORM_ROPE_STORE,
@@ -35,7 +35,7 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.native_latent_records import LATENT_RECORD_STORE
 from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.packed_entries import token_numbers
-from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.layers.parameter import Init, Scope, share_param
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import AttentionShape
 
@@ -69,6 +69,7 @@ class LatentAttention(LatentHeads):
             spec.kv_lora_rank,
             sliding_window=spec.window,
             top_k=spec.top_k,
+            sinks=share_param(scope, "sinks", self.head_rows, Init.ZEROS, torch.float32) if spec.sinks else None,
             dcp_size=spec.effective_dcp_size(scope.groups.attention.size, scope.groups.context.size),
         )
         self.rotary, self.is_neox_style = site.rotary.of(spec.rope), spec.rope.is_neox_style
@@ -76,7 +77,7 @@ class LatentAttention(LatentHeads):
         self.norm = scope.plan.entry(RMSNORM)
         key_norm = spec.norms.rotary_key
         self.key_norm = scope.sub("k_rope_norm").param("weight", (spec.rope_dim,), init=Init.ONES) if key_norm else None
-        self.gate = None if spec.gate is None else OutputGate(scope, spec.gate, site, self.head_rows)
+        self.gate = None if spec.gate is None else output_gate(scope, spec, site, self.head_rows)
         self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
         self.pack = self._packing(scope.plan) if spec.packed(kv_dtype) else None
         expanded = AttentionShape(self.num_heads, self.num_heads, spec.qk_dim, spec.v_dim)
@@ -190,4 +191,5 @@ class LatentAttention(LatentHeads):
             cache_scale=self.cache.k_scale,
             record=self.record,
             window=self.spec.window,
+            **({} if self.attention.sinks is None else {"sinks": self.attention.sinks}),
         )

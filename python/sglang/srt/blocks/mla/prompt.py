@@ -41,6 +41,7 @@ class TritonLatentPrompt:
         cache_scale: float = 1.0,
         record: LatentRecord | None = None,
         window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         _, heads, dim = q.shape
         key = self._plan.attention_op("latent_prompt_attention", AttentionShape(heads, heads, dim, out.shape[2]))
@@ -60,6 +61,7 @@ class TritonLatentPrompt:
                 cache_scale=cache_scale,
                 record=record,
                 window=window,
+                sinks=sinks,
                 tile=tile,
             )
         )

@@ -76,13 +76,14 @@ def expanded_latent_attention(
     cache_scale: float = 1.0,
     record: LatentRecord | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Fills the rows of out [T, H, v] from start_loc[0] on with causal attention of q [T, H, nope + rot] over keys and
     values expanded from the cached prefixes' latents and the new tokens' entries [T, rank + rot].
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
     * cache_scale, or of records; chunks: of the prefixes; with a `window`, which counts the token itself, a single one
-    of what the first new token of each sequence sees. New tokens are seen as records, too: so answers do not depend on
+    of what the first new token of each sequence sees; sinks [H]: as in AttentionLayer. New tokens are seen as records, too: so answers do not depend on
     where a prompt is cut. Waits for the device.
     """
     rank = w_uk.shape[2]
@@ -109,7 +110,10 @@ def expanded_latent_attention(
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(cached + 1)
         if window:
             hidden |= torch.ones_like(hidden).tril(cached - window)
-        probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        probs = torch.softmax(scores, dim=-1)[..., : len(context)]
         out[first:end] = (probs @ values).transpose(0, 1).to(out.dtype)
 
 

@@ -13,7 +13,8 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import (
     PLAIN_LATENT_NORMS,
     AttentionTemperature,
-    HeadGate,
+    ElementGate,
+    Gate,
     LatentNorms,
 )
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
@@ -36,16 +37,30 @@ from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 if TYPE_CHECKING:
     from typing import Self
 
+KEY_NORM_EPS = 1e-6
+"""Usual epsilon of the norm of an indexer's keys, independent of `rms_norm_eps`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
     """An indexer that scores every cached token with few small heads and selects the `top_k` best for attention
-    (DeepSeek-V3.2). `is_neox_style`: as in RopeSpec, for its own heads."""
+    (DeepSeek-V3.2).
+
+    is_neox_style: as in RopeSpec, for its own heads
+    rotary_last: the last dims of its heads rotate instead of the first
+    key_eps: epsilon of the keys' norm
+    """
 
     num_heads: int
     head_dim: int
     top_k: int
     is_neox_style: bool = True
+    rotary_last: bool = False
+    key_eps: float = KEY_NORM_EPS
+
+    def first_rotary(self, rope_dim: int) -> int:
+        """Returns the first of `rope_dim` dims of a head that rotate."""
+        return self.head_dim - rope_dim if self.rotary_last else 0
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         dims, heads = (self.head_dim, self.head_dim), (self.num_heads, 1)
@@ -84,7 +99,8 @@ class MLA(MixerDefaults):
         top_k: > 0: attention is over that many tokens, selected by `indexer`; None: by the last layer before that has
             one
         input_size: as in GQA
-        gate: of each head of the output
+        gate: of each head of the output, or of each of its elements, by a projection of its own
+        sinks: as in Softmax
         window: tokens that a token attends to, itself among them; 0: all before it. Latents of windows, which are few,
             have 16 bits whatever the cache's dtype, and every rank has all of them
     """
@@ -100,7 +116,8 @@ class MLA(MixerDefaults):
     indexer: Indexer | None = None
     input_size: int = 0
     attn_temperature: AttentionTemperature | None = None
-    gate: HeadGate | None = None
+    gate: Gate | None = None
+    sinks: bool = False
     window: int = 0
     norms: LatentNorms = PLAIN_LATENT_NORMS
 
@@ -193,6 +210,8 @@ class MLA(MixerDefaults):
         yield HeadDims(queries[0], (queries[1],), 0, self.qk_dim)
         yield HeadDims("attn.kv_b", ("",), 0, self.nope_dim + self.v_dim)
         yield HeadDims("attn.o", ("",), 1, self.v_dim)
+        if isinstance(self.gate, ElementGate):
+            yield HeadDims("attn.gate", ("",), 0, self.v_dim)
 
     def scaled_head_dims(self, tp_size: int) -> Iterator[HeadDims]:
         return self.head_dims()
@@ -234,11 +253,12 @@ class MLA(MixerDefaults):
         # Prompts attend to keys and values expanded from latents, which are never quantized.
         dims = (self.qk_dim, self.v_dim)
         window = ["sliding_window"] if self.window else []
-        yield replace(parallel, kv_dtype=parallel.dtype).need("latent_prompt_attention", dims, window)
+        sinks = ["sinks"] if self.sinks else []
+        yield replace(parallel, kv_dtype=parallel.dtype).need("latent_prompt_attention", dims, [*window, *sinks])
         yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
         # A DCP rank attends to its own tokens with the heads of all DCP ranks.
         dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.ranks.dcp_size)
-        traits = ["mla", "token_shares"] if dcp_size > 1 else ["mla", *window]
+        traits = ["mla", "token_shares", *sinks] if dcp_size > 1 else ["mla", *window, *sinks]
         if dcp_size > 1:
             yield from needs_of_parts(parallel)
         heads = (heads[0] * dcp_size, 1)
@@ -247,7 +267,7 @@ class MLA(MixerDefaults):
         yield dense.need("extend_attention", latent, traits)
         yield dense.need("decode_attention", latent, traits, heads)
         if self.sparse or record is not None:
-            yield parallel.need("sparse_attention", latent, ["mla"], heads)
+            yield parallel.need("sparse_attention", latent, ["mla", *sinks], heads)
         if record is not None:
             yield parallel.need("latent_record_store", latent)
         elif self.packed(parallel.kv_dtype):
@@ -295,8 +315,12 @@ class MLA(MixerDefaults):
         ]
         if self.q_lora_rank:
             parts.append(Matrix("attn.q_b", ("",), q_rows, self.q_lora_rank))
-        if self.gate is not None:  # every rank holds all of it
+        if isinstance(self.gate, ElementGate):
+            parts.append(Matrix("attn.gate", ("",), heads * self.v_dim, width))
+        elif self.gate is not None:  # every rank holds all of it
             parts += self.gate.weights(self.num_heads, width)
+        if self.sinks:
+            parts.append(Elements(heads, "float32"))
         if self.indexer is not None:
             dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
             parts += (

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.blocks.compressed.compressor import EntryStore
 from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE
 from sglang.srt.blocks.mla.heads import LatentHeads
-from sglang.srt.blocks.mla.indexer import KEY_NORM_EPS
+from sglang.srt.blocks.mla.spec import KEY_NORM_EPS
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP
 from sglang.srt.blocks.gqa.layer import GQAttention
-from sglang.srt.blocks.mla.indexer import KEY_NORM_EPS
+from sglang.srt.blocks.mla.spec import KEY_NORM_EPS
 from sglang.srt.blocks.region_sparse.spec import RegionSparse
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.block import Site

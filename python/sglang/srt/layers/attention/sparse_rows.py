@@ -143,14 +143,14 @@ class LatentSite(SparseSite):
         self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
     ) -> None:
         if layer.dcp_size == 1:
-            self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale, **self._form(layer))
+            self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale, sinks=layer.sinks, **self._form(layer))
             return
         local = self._own_selection(selection)
 
         def attend(heads: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
             self.attention(heads, ((layer.cache.k, local),), parts, scale=layer.scale, lse=lse, **self._form(layer))
 
-        self.merge.attend(q, attend, out)
+        self.merge.attend(q, attend, out, layer.sinks)
 
     def _form(self, layer: AttentionLayer) -> dict[str, Any]:
         """Returns how the layer's latents are stored, if they are records."""

@@ -29,6 +29,7 @@ def index_norm_rope_kernel(
     QUERY_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ROT: tl.constexpr,
+    FIRST: tl.constexpr,  # of the ROT columns that rotate
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -47,6 +48,9 @@ def index_norm_rope_kernel(
     else:
         first_at = pair
         second_at = pair + ROT // 2
+    if FIRST > 0:
+        first_at += FIRST
+        second_at += FIRST
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -65,7 +69,11 @@ def index_norm_rope_kernel(
         inverse = tl.rsqrt(tl.sum(centred * centred) / DIM + eps)
         values = centred * inverse * tl.load(weight + cols, mask=inside, other=0.0)
         values += tl.load(bias + cols, mask=inside, other=0.0)
-        tl.store(out + cols, values.to(dtype), mask=inside & (cols >= ROT))
+        if FIRST > 0:
+            stays = inside & ((cols < FIRST) | (cols >= FIRST + ROT))
+        else:
+            stays = inside & (cols >= ROT)
+        tl.store(out + cols, values.to(dtype), mask=stays)
         # The rotary columns once more, in pairs.
         first = (tl.load(row + first_at, mask=in_pair, other=0.0).to(tl.float32) - mean) * inverse
         first = first * tl.load(weight + first_at, mask=in_pair, other=0.0)
@@ -107,9 +115,10 @@ def index_norm_rope(
     bias: torch.Tensor,
     eps: float,
     is_neox_style: bool = True,
+    first_rotary: int = 0,
 ) -> torch.Tensor:
-    """Returns keys [T, D] (row stride free) normalized and rotated; rotates the first rot dims of queries [N, H, D]
-    contiguous, of the tokens from first_query on, in place (None: no queries). positions [T]; cos_sin [max_pos, rot]
+    """Returns keys [T, D] (row stride free) normalized and rotated; rotates rot dims of queries [N, H, D] contiguous, of
+    the tokens from first_query on, in place (None: no queries), from dim `first_rotary` on. positions [T]; cos_sin [max_pos, rot]
     fp32; weight, bias [D] fp32."""
     num_tokens, dim = keys.shape
     normed = torch.empty((num_tokens, dim), dtype=keys.dtype, device=keys.device)
@@ -119,7 +128,7 @@ def index_norm_rope(
     heads = heads_per_program(num_tokens)
     index_norm_rope_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
         keys, normed, normed if queries is None else queries, positions, cos_sin, weight, bias, first_query, count,
-        keys.stride(0), eps, QUERY_HEADS=num_heads, DIM=dim, ROT=cos_sin.shape[1], INTERLEAVED=not is_neox_style,
-        **launch_constants(dim, cos_sin.shape[1], heads), **pdl.options(),
+        keys.stride(0), eps, QUERY_HEADS=num_heads, DIM=dim, ROT=cos_sin.shape[1], FIRST=first_rotary,
+        INTERLEAVED=not is_neox_style, **launch_constants(dim, cos_sin.shape[1], heads), **pdl.options(),
     )  # fmt: skip
     return normed

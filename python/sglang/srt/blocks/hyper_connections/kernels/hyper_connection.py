@@ -57,7 +57,7 @@ def _store_sums(sums, products, squares, token, split, splits, is_token, outputs
 def mix_streams_kernel(
     streams,  # [T, STREAMS, size]
     out,  # [T, size]
-    placement,  # [T, STREAMS + STREAMS * STREAMS] fp32
+    placement,  # [T, STREAMS + STREAMS * STREAMS] fp32, or [T, STREAMS]: the streams do not mix
     matrix,  # [OUTPUTS, STREAMS * size] fp32
     mixed,  # [T, STREAMS, size]
     sums,  # [T, splits, COLS] fp32: products with the rows of the matrix, then squares
@@ -91,9 +91,12 @@ def mix_streams_kernel(
         share = tl.load(place + stream, mask=is_token, other=0.0)
         output = tl.load(out + token[:, None] * size + h[None, :], mask=mask, other=0.0).to(tl.float32)
         total = share[:, None] * output
-        for other in tl.static_range(STREAMS):
-            share = tl.load(place + STREAMS + other * STREAMS + stream, mask=is_token, other=0.0)
-            total += share[:, None] * tl.load(source + other * size, mask=mask, other=0.0).to(tl.float32)
+        if PLACES == STREAMS:
+            total += tl.load(source + stream * size, mask=mask, other=0.0).to(tl.float32)
+        else:
+            for other in tl.static_range(STREAMS):
+                share = tl.load(place + STREAMS + other * STREAMS + stream, mask=is_token, other=0.0)
+                total += share[:, None] * tl.load(source + other * size, mask=mask, other=0.0).to(tl.float32)
         x = total.to(streams.dtype.element_ty)
         tl.store(mixed + token[:, None] * (STREAMS * size) + stream * size + h[None, :], x, mask=mask)
     else:
@@ -123,7 +126,7 @@ def mix_all_streams_kernel(
     shares = ()
     if HAS_OUT:
         place = placement + token * PLACES
-        for at in tl.static_range(STREAMS + STREAMS * STREAMS):
+        for at in tl.static_range(STREAMS if PLACES == STREAMS else STREAMS + STREAMS * STREAMS):
             shares = shares + (tl.load(place + at, mask=is_token, other=0.0),)  # type: ignore[assignment]
     for step in range(steps):
         h = (split * steps + step) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -138,8 +141,11 @@ def mix_all_streams_kernel(
         for stream in tl.static_range(STREAMS):
             if HAS_OUT:
                 total = shares[stream][:, None] * output
-                for other in tl.static_range(STREAMS):
-                    total += shares[STREAMS + other * STREAMS + stream][:, None] * tiles[other].to(tl.float32)
+                if PLACES == STREAMS:
+                    total += tiles[stream].to(tl.float32)
+                else:
+                    for other in tl.static_range(STREAMS):
+                        total += shares[STREAMS + other * STREAMS + stream][:, None] * tiles[other].to(tl.float32)
                 x = total.to(streams.dtype.element_ty)
                 tl.store(target + stream * size, x, mask=mask)
             else:
@@ -192,15 +198,18 @@ def _input_of_token(
 def _placement_of_tokens(
     sums, base, scale, placement, token, num_tokens, size, num_splits, eps, mix_eps, rounds, LAGGED: tl.constexpr,
     STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
 ):  # fmt: skip
     """How the next block's output and the streams of the tokens [TOKENS] mix."""
+    APART: tl.constexpr = OUTPUTS == 2 * STREAMS
     split = tl.arange(0, SPLITS)
     stream = tl.arange(0, STREAMS)
     cell = stream[:, None] * STREAMS + stream[None, :]
     factor = tl.load(scale + 1)
-    mix_factor = tl.load(scale + 2)
     bias = tl.load(base + STREAMS + stream)
-    mix_bias = tl.load(base + 2 * STREAMS + cell)
+    if not APART:
+        mix_factor = tl.load(scale + 2)
+        mix_bias = tl.load(base + 2 * STREAMS + cell)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -211,24 +220,28 @@ def _placement_of_tokens(
     inverse = tl.rsqrt(square / (STREAMS * size) + eps)
     products = tl.load(part[:, :, None] + STREAMS + stream[None, None, :], mask=mask[:, :, None], other=0.0)
     to_streams = tl.sum(products, axis=0) * inverse[:, None] * factor + bias[None, :]
-    PLACES: tl.constexpr = STREAMS + STREAMS * STREAMS + (STREAMS if LAGGED else 0)
+    PLACES: tl.constexpr = STREAMS if APART else STREAMS + STREAMS * STREAMS + (STREAMS if LAGGED else 0)
     row = placement + token * PLACES
-    tl.store(row[:, None] + stream[None, :], 2.0 * tl.sigmoid(to_streams), mask=is_token[:, None])
-    at = part[:, :, None, None] + 2 * STREAMS + cell[None, None, :, :]
-    mix = tl.sum(tl.load(at, mask=mask[:, :, None, None], other=0.0), axis=0)
-    mix = mix * inverse[:, None, None] * mix_factor + mix_bias[None, :, :]
-    mix = tl.exp(mix - tl.max(mix, axis=2, keep_dims=True))
-    mix = mix / tl.sum(mix, axis=2, keep_dims=True) + mix_eps
-    mix = mix / (tl.sum(mix, axis=1, keep_dims=True) + mix_eps)
-    for _ in range(1, rounds):
-        mix = mix / (tl.sum(mix, axis=2, keep_dims=True) + mix_eps)
+    shares = MAGNITUDE * tl.sigmoid(to_streams)
+    if APART:
+        shares += mix_eps
+    tl.store(row[:, None] + stream[None, :], shares, mask=is_token[:, None])
+    if not APART:
+        at = part[:, :, None, None] + 2 * STREAMS + cell[None, None, :, :]
+        mix = tl.sum(tl.load(at, mask=mask[:, :, None, None], other=0.0), axis=0)
+        mix = mix * inverse[:, None, None] * mix_factor + mix_bias[None, :, :]
+        mix = tl.exp(mix - tl.max(mix, axis=2, keep_dims=True))
+        mix = mix / tl.sum(mix, axis=2, keep_dims=True) + mix_eps
         mix = mix / (tl.sum(mix, axis=1, keep_dims=True) + mix_eps)
-    tl.store(row[:, None, None] + STREAMS + cell[None, :, :], mix, mask=is_token[:, None, None])
-    if LAGGED:
-        products = tl.load(part[:, :, None] + stream[None, None, :], mask=mask[:, :, None], other=0.0)
-        of_input = tl.sum(products, axis=0) * inverse[:, None] * tl.load(scale) + tl.load(base + stream)[None, :]
-        at_end = row[:, None] + STREAMS + STREAMS * STREAMS + stream[None, :]
-        tl.store(at_end, tl.sigmoid(of_input) + mix_eps, mask=is_token[:, None])
+        for _ in range(1, rounds):
+            mix = mix / (tl.sum(mix, axis=2, keep_dims=True) + mix_eps)
+            mix = mix / (tl.sum(mix, axis=1, keep_dims=True) + mix_eps)
+        tl.store(row[:, None, None] + STREAMS + cell[None, :, :], mix, mask=is_token[:, None, None])
+        if LAGGED:
+            products = tl.load(part[:, :, None] + stream[None, None, :], mask=mask[:, :, None], other=0.0)
+            of_input = tl.sum(products, axis=0) * inverse[:, None] * tl.load(scale) + tl.load(base + stream)[None, :]
+            at_end = row[:, None] + STREAMS + STREAMS * STREAMS + stream[None, :]
+            tl.store(at_end, tl.sigmoid(of_input) + mix_eps, mask=is_token[:, None])
 
 
 @triton.jit
@@ -237,10 +250,10 @@ def join_streams_kernel(
     before,  # LAGGED and HAS_BEFORE: [T, STREAMS + STREAMS * STREAMS + STREAMS] fp32, the placement before
     sums,  # [T, num_splits, COLS] fp32
     base,  # [OUTPUTS] fp32
-    scale,  # [3] fp32, or [1] without MIX
+    scale,  # [3] fp32, [2] of streams that do not mix, or [1] without MIX
     weight,  # [size]
     x,  # [T, size]
-    placement,  # MIX: [T, STREAMS + STREAMS * STREAMS] fp32, and STREAMS more of LAGGED
+    placement,  # MIX: [T, STREAMS + STREAMS * STREAMS] fp32, and STREAMS more of LAGGED; [T, STREAMS] without mixing
     num_tokens,
     size,
     num_splits,
@@ -257,6 +270,7 @@ def join_streams_kernel(
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
 ):
     """The first programs make the placement of TOKENS tokens each (with MIX), the others the input of one."""
     program = tl.program_id(0).to(tl.int64)
@@ -271,7 +285,7 @@ def join_streams_kernel(
     elif MIX:
         _placement_of_tokens(
             sums, base, scale, placement, program * TOKENS + tl.arange(0, TOKENS), num_tokens, size, num_splits, eps,
-            mix_eps, rounds, LAGGED, STREAMS, OUTPUTS, COLS, SPLITS, PDL,
+            mix_eps, rounds, LAGGED, STREAMS, OUTPUTS, COLS, SPLITS, PDL, MAGNITUDE,
         )  # fmt: skip
 
 
@@ -315,6 +329,7 @@ def hyper_connection(
     mix_eps: float,
     rounds: int,
     lagged: bool = False,
+    magnitude: float = 2.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Does as the reference, for streams [T, N, H] in bfloat16, contiguous, N a power of two."""
     num_tokens, num, size = streams.shape
@@ -323,6 +338,7 @@ def hyper_connection(
     mixed = streams if out is None else torch.empty_like(streams)
     x = torch.empty((num_tokens, size), dtype=streams.dtype, device=streams.device)
     width = num + num * num + (num if lagged else 0) if mix else 0
+    width = num if outputs == 2 * num else width
     following = torch.empty((num_tokens, width), dtype=torch.float32, device=streams.device)
     if num_tokens == 0:
         return mixed, x, following
@@ -349,6 +365,7 @@ def hyper_connection(
     join_streams_kernel[(num_mixing + num_tokens,)](
         mixed, sums if placement is None else placement, sums, base, scale, weight, x, following if mix else sums,
         num_tokens, size, splits, eps, mix_eps, rounds, MIX=mix, LAGGED=lagged,
-        HAS_BEFORE=lagged and placement is not None, STREAMS=num, OUTPUTS=outputs, COLS=cols, **launch, **pdl.options(),
+        HAS_BEFORE=lagged and placement is not None, STREAMS=num, OUTPUTS=outputs, COLS=cols, MAGNITUDE=magnitude,
+        **launch, **pdl.options(),
     )  # fmt: skip
     return mixed, x, following

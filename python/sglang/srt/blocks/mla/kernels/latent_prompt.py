@@ -81,16 +81,17 @@ def gather_records_kernel(
     do_not_specialize_on_alignment=["start_loc_ptr", "key_start_ptr"],
 )
 def latent_prompt_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, part_o_ptr, part_lse_ptr, start_loc_ptr, key_start_ptr, num_seqs, num_blocks,
-    num_heads, scale, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
+    q_ptr, k_ptr, v_ptr, o_ptr, part_o_ptr, part_lse_ptr, sinks_ptr, start_loc_ptr, key_start_ptr, num_seqs,
+    num_blocks, num_heads, scale, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, D] over k [C, H, D], v [C, H, Dv]: queries start_loc[i] on see keys key_start[i] on, all of them, or if
     CAUSAL those up to their own; with HAS_WINDOW only in their window, where keys that are not CAUSAL end directly
     before the first query. CARRY_IN: part_o [T, H, Dv] and part_lse [T, H] (fp32, base 2) hold the attention over
-    other keys, which count too. CARRY_OUT: the result goes there, and else into o. Grid: (num_blocks * H,)."""
+    other keys, which count too. CARRY_OUT: the result goes there, and else into o. HAS_SINKS, of a result in o alone:
+    sinks [H] (fp32) are extra logits of heads without a value. Grid: (num_blocks * H,)."""
     pid = tl.program_id(0)
     head = pid % num_heads
     # The last blocks of a sequence see the most keys: start them first.
@@ -164,6 +165,8 @@ def latent_prompt_kernel(
             HAS_WINDOW, False, False, False, False,
         )  # fmt: skip
 
+    if HAS_SINKS:
+        row_sum += tl.exp2(tl.load(sinks_ptr + head) * 1.4426950408889634 - row_max)
     out = acc * (1.0 / row_sum)[:, None]
     if CARRY_OUT:
         tl.store(part_o_ptr + part_rows[:, None] * V_HEAD_DIM + cols[None, :], out, mask=o_mask)
@@ -218,6 +221,7 @@ def attend_dense(
     causal: bool,
     tile: Mapping[str, int],
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Launches `latent_prompt_kernel` once. `carry` (in, out): whether it continues from `part` (output, log-sum-exp)
     and whether it leaves one; `part` None: neither."""
@@ -227,11 +231,12 @@ def attend_dense(
     block_d, block_dpe = split_head_dim(head_dim)
     part_o, part_lse = (out, out) if part is None else part
     latent_prompt_kernel[(num_blocks * num_heads,)](
-        q, k, v, out, part_o, part_lse, start_loc, key_start, num_seqs, num_blocks, num_heads, scale * LOG2E,
+        q, k, v, out, part_o, part_lse, out if sinks is None or carry[1] else sinks, start_loc, key_start, num_seqs, num_blocks, num_heads, scale * LOG2E,
         window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0),
         out.stride(1), HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
-        HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1], num_warps=tile["num_warps"],
+        HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1],
+        HAS_SINKS=sinks is not None and not carry[1], num_warps=tile["num_warps"],
         num_stages=tile["num_stages"],
     )  # fmt: skip
 
@@ -250,6 +255,7 @@ def latent_prompt_attention(
     cache_scale: float = 1.0,
     record: LatentRecord | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     tile: Mapping[str, int],
 ) -> None:
     """Fills the rows of out [T, H, v] from start_loc[0] on with the attention of q [T, H, nope + rot] over each
@@ -257,7 +263,7 @@ def latent_prompt_attention(
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1] int32 ascending; cache [S, 1, rank + rot], real value =
     stored value * cache_scale, or of records; chunks: as `cut_prefixes` makes them, or with a `window`, which counts
-    the query itself, a single one of what the first query of each sequence sees. Never waits for the device; the
+    the query itself, a single one of what the first query of each sequence sees; sinks [H] fp32: as in AttentionLayer. Never waits for the device; the
     launches follow from `chunks`, so it is not for CUDA graphs.
     """
     num_tokens, num_heads, v_dim = out.shape
@@ -268,7 +274,7 @@ def latent_prompt_attention(
     if chunks:
         part = (torch.empty(out.shape, dtype=torch.float32, device=q.device),
                 torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device))  # fmt: skip
-    attend = partial(attend_dense, scale=scale, tile=tile, window=window)
+    attend = partial(attend_dense, scale=scale, tile=tile, window=window, sinks=sinks)
     attend(q, k, v, out, start_loc, start_loc, part, (False, bool(chunks)), causal=True)
     for number, chunk in enumerate(chunks, 1):
         k, v = expand_cached(q, chunk, cache, w_uk, w_uv, cache_scale, record)
