@@ -83,6 +83,7 @@ KINDS: Mapping[str, Kind] = {
     "latents": Kind("deepseek_v3", "latents", "plain, one KV head, experts", **ALIKE),
     "selected latents": Kind("deepseek_v32", "selected latents", "plain, one KV head, experts", **ALIKE),
     "shared selection": Kind("glm_moe_dsa", "selected latents", "one KV head, experts", **ALIKE, stages=2),
+    "gated latents": Kind("hy_v4", "selected latents", "one KV head, streams, experts, own sums", **ALIKE, stages=2),
     "pooled latents, 2 layers": Kind(
         "glm5_next_small", "pooled latents", f"repeats, {STREAMS}", page=4, stages=2, **OWN, **EVEN
     ),

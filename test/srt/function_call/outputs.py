@@ -91,17 +91,17 @@ def _glm(gap: str, tag: str = "tool_call") -> Callable[[Call], str]:
     return write
 
 
-def _hunyuan(suffix: str = "") -> Writer:
+def _hunyuan(suffix: str = "", after_name: str = "<tool_sep>\n", line: str = "\n") -> Writer:
     def write(call: Call) -> str:
         values = "".join(
-            f"<arg_key{suffix}>{key}</arg_key{suffix}>\n<arg_value{suffix}>{_raw(value)}</arg_value{suffix}>\n"
+            f"<arg_key{suffix}>{key}</arg_key{suffix}>{line}<arg_value{suffix}>{_raw(value)}</arg_value{suffix}>{line}"
             for key, value in call[1].items()
         )
-        return f"<tool_call{suffix}>{call[0]}<tool_sep{suffix}>\n{values}</tool_call{suffix}>\n"
+        return f"<tool_call{suffix}>{call[0]}{after_name}{values}</tool_call{suffix}>{line}"
 
     section = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>")
     return Writer(
-        _each(write, "", f"{section[0]}\n", section[1]), (*section, f"<tool_call{suffix}>", f"<arg_key{suffix}>")
+        _each(write, "", f"{section[0]}{line}", section[1]), (*section, f"<tool_call{suffix}>", f"<arg_key{suffix}>")
     )
 
 
@@ -292,7 +292,9 @@ WRITERS: dict[str, Writer] = {
     "deepseekv41": _dsml("calls", "｜DSML｜ "),
     "gigachat35": _dsml("tool_calls", "｜GCML｜"),
     "hunyuan": _hunyuan(),
-    "hunyuan-opensource": _hunyuan(":opensource"),
+    "hunyuan-opensource": _hunyuan(":opensource", "<tool_sep:opensource>\n"),
+    "hy_v4": _hunyuan(after_name="", line=""),
+    "hy_v4:6124c78e": _hunyuan(":6124c78e", "", ""),
     "qwen3_coder": Writer(_each(_qwen3_coder, "\n"), ("<tool_call>", "</tool_call>", "<function=", "</function>")),
     "mimo": Writer(_each(_mimo), ("<tool_call>", "</tool_call>", "<function=", "</function>")),
     "minimax-m2": _invoke("minimax:tool_call"),

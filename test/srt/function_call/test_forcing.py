@@ -63,7 +63,7 @@ WEATHER = ("get_weather", {"city": "東京 5", "days": 3})
 
 
 def test_which_formats_can_be_forced() -> None:
-    without = {"gemma4", "gigachat35", "hunyuan-opensource", "lfm2", "minicpm5", "pythonic"}
+    without = {"gemma4", "gigachat35", "hunyuan-opensource", "hy_v4", "lfm2", "minicpm5", "pythonic"}
     assert set(FORCED_CALLS) == set(TOOL_CALL_FORMATS) - without
 
 

@@ -279,3 +279,26 @@ def test_tags_are_those_of_the_tokenizer(tokens: tuple[str, ...], name: str) -> 
     assert with_tags_of(tokenizer, "hunyuan") == name  # type: ignore[arg-type]
     assert with_tags_of(tokenizer, "glm47") == "glm47"  # type: ignore[arg-type]
     assert with_tags_of(tokenizer, None) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [(("<s>", "<arg_key:6124c78e>"), "hy_v4:6124c78e"), (("<think>", "<tool_call>"), "hy_v4"), (("<x:y>",), "hy_v4")],
+)
+def test_a_suffix_of_tags_is_that_of_the_tokenizer(tokens: tuple[str, ...], name: str) -> None:
+    tokenizer = SimpleNamespace(added_tokens=dict(enumerate(tokens)))
+    assert with_tags_of(tokenizer, "hy_v4") == name  # type: ignore[arg-type]
+    calls, reasoning = TOOL_CALL_FORMATS[name], REASONING_FORMATS[name]
+    end = name.removeprefix("hy_v4")
+    assert reasoning.markers == (f"<think{end}>", f"</think{end}>")
+    assert (calls.begin, list(calls.sections)) == (  # type: ignore[union-attr]
+        (f"<tool_call{end}>",), [(f"<tool_calls{end}>", f"</tool_calls{end}>")]
+    )  # fmt: skip
+    assert TOOL_CALL_FORMATS[name] is calls, "it is made once"
+    assert "hy_v4:6124c78e" not in TOOL_CALL_FORMATS, "a list of formats names no suffix"
+
+
+def test_other_formats_have_no_suffix() -> None:
+    for name in ("hunyuan:6124c78e", "hy_v4:", "unknown"):
+        with pytest.raises(KeyError):
+            TOOL_CALL_FORMATS[name]

@@ -85,7 +85,7 @@ def test_streams_that_do_not_mix(num_tokens: int, size: int, first: bool, small_
 
 
 def test_a_magnitude_limits_the_weights_of_an_output() -> None:
-    given = problem(3, 4, 64, apart=True)
+    given = {name: tensor.cpu() for name, tensor in problem(3, 4, 64, apart=True).items()}
     ours = [hyper_native.hyper_connection(*given.values(), EPS, MIX_EPS, 0, False, limit)[2] for limit in (2.0, 3.0)]
     torch.testing.assert_close((ours[0] - MIX_EPS) * 1.5, ours[1] - MIX_EPS)
 

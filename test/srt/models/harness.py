@@ -178,7 +178,7 @@ HY_V4 = {
     **{key: value for key, value in LATENT.items() if key not in ("rope_interleave", "first_k_dense_replace")},
     **INDEXER,
     "num_hidden_layers": 4,
-    "indexer_types": ["full", "full", "shared", "full"],
+    "indexer_types": ["full", "shared", "full", "shared"],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "hc_mult": 4,
     "pad_token_id": 2,

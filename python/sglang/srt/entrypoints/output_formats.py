@@ -16,7 +16,13 @@ from sglang.srt.function_call.events import Event, ParsedOutput, collect
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.model_formats import ModelFormats, has_hidden, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
-from sglang.srt.function_call.registry import OTHER_TAGS, REASONING_FORMATS, TOOL_CALL_FORMATS
+from sglang.srt.function_call.registry import (
+    OTHER_TAGS,
+    REASONING_FORMATS,
+    SUFFIXED,
+    TOOL_CALL_FORMATS,
+    tag_suffix,
+)
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -49,6 +55,8 @@ def model_formats(args: ServerArgs, manager: TokenizerManager, template: Templat
 
 def with_tags_of(tokenizer: Tokenizer, name: str | None) -> str | None:
     """Returns the name of the format whose tags are spelled as in the tokenizer."""
+    if name in SUFFIXED:
+        return name + tag_suffix(str(token) for token in tokenizer.added_tokens.values())
     other, tag = OTHER_TAGS.get(name or "", (name, ""))
     return other if tag and tokenizer.token_id(tag) is not None else name
 
@@ -96,9 +104,9 @@ async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> 
 
 def _name(field: str, given: str | None, default: str | None, known: Iterable[str]) -> str:
     name = default if given in (None, "", AUTO) else compat.VALUE_ALIASES.get((field, given or ""), given)
-    if name is not None and OTHER_TAGS.get(name, ("",))[0] == default:
+    if default is not None and (OTHER_TAGS.get(name or "", ("",))[0] == default or default.partition(":")[0] == name):
         name = default
-    if name is None or name not in known:
+    if name is None or (name != default and name not in known):
         reason = compat.refusal(field, name)
         problem = f"{field}: {reason}" if reason is not None else f"{field} must be one of {', '.join(known)}"
         raise bad_request(f"{problem}; got {str(name)[:64]}", param=field)

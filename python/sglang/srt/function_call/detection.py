@@ -20,11 +20,13 @@ _TOOLS = [{"type": "function", "function": {"name": _NAME, "description": "probe
 
 _BY_ARCHITECTURE: Mapping[str, tuple[str, str | None]] = {
     "GptOssForCausalLM": ("gpt-oss", "gpt-oss"),
+    "HYV4ForCausalLM": ("hy_v4", "hy_v4"),
+    "HYV4VLForConditionalGeneration": ("hy_v4", "hy_v4"),
     "InklingForConditionalGeneration": ("inkling", "inkling"),
     "MuseGlimmerForConditionalGeneration": ("muse", "muse"),
     "MuseSparkForConditionalGeneration": ("muse", "muse"),
 }
-"""Models whose conversations are not written with a template, or not with their own."""
+"""Models whose conversations are not written with a template or not with their own, or whose tags have a suffix."""
 
 _REASONING_OF_CALLS = {
     "deepseekv32": "deepseek-v3",

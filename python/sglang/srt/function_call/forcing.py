@@ -242,7 +242,7 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     ),
 }
 """Formats whose calls can be forced. There is no form for the arguments of gemma4, gigachat35, hunyuan-opensource,
-lfm2, minicpm5 and pythonic."""
+hy_v4, lfm2, minicpm5 and pythonic."""
 
 
 def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str, start: Start = Start.HEADER) -> bool:

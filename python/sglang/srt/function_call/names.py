@@ -21,6 +21,7 @@ _NOT_FORCED: Mapping[str, str] = {
     "gemma4": f"<|tool_call>call:{NAME}{{}}<tool_call|>",
     "gigachat35": f'<｜GCML｜invoke name="{NAME}">\n</｜GCML｜invoke>',
     "hunyuan-opensource": f"<tool_call:opensource>{NAME}<tool_sep:opensource>\n</tool_call:opensource>",
+    "hy_v4": f"<tool_callSUFFIX>{NAME}</tool_callSUFFIX>",
     "lfm2": f"<|tool_call_start|>[{NAME}()]<|tool_call_end|>",
     "minicpm5": f'<function name="{NAME}"></function>',
     "pythonic": f"<|python_start|>[{NAME}()]<|python_end|>",
@@ -114,7 +115,9 @@ def _is_read(calls_name: str, name: str, arguments: Sequence[str]) -> bool:
     """Returns whether the parser reads back a written call of this function with arguments of these names."""
     form, forced = TOOL_CALL_FORMATS[calls_name], FORCED_CALLS.get(calls_name)
     tools = {name: {"properties": {argument: {"type": "string"} for argument in arguments}}}
-    text = _NOT_FORCED[calls_name].replace(NAME, name) if forced is None else forced.written(name, arguments)
+    base, colon, suffix = calls_name.partition(":")  # of tags
+    plain = _NOT_FORCED.get(base, "").replace("SUFFIX", colon + suffix)
+    text = plain.replace(NAME, name) if forced is None else forced.written(name, arguments)
     reasoning = form if isinstance(form, MessageFormat) else None
     output = parse(OutputParser(calls=form, tools=tools, reasoning=reasoning), text)
     calls = [(call.name, list(json.loads(call.arguments))) for call in output.calls]

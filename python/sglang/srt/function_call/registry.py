@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.harmony import HARMONY
@@ -42,13 +44,13 @@ def _glm(tag: str) -> CallFormat:
     )
 
 
-def _hunyuan(suffix: str = "") -> CallFormat:
+def _hunyuan(suffix: str = "", after_name: str = "<tool_sep>") -> CallFormat:
     """Returns Hunyuan's format. `suffix`: the end of every tag's name."""
     return CallFormat(
         sections=((f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),),
         begin=(f"<tool_call{suffix}>",),
         grammar=TaggedCalls(
-            after_name=f"<tool_sep{suffix}>",
+            after_name=after_name,
             key=f"<arg_key{suffix}>",
             after_key={f"</arg_key{suffix}>": None},
             value=f"<arg_value{suffix}>",
@@ -209,7 +211,7 @@ _MISTRAL = CallFormat(
     grammar=array_or_named(NamedArguments(name=r"\s*([^\s\[\]]+?)\s*(?:\[CALL_ID\].*)?", arguments="[ARGS]")),
 )
 
-TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
+_CALLS: Mapping[str, CallFormat | MessageFormat] = {
     "apertus2509": CallFormat(begin=("<|tools_prefix|>",), grammar=calls_by_key("<|tools_suffix|>")),
     "deepseekv3": _DEEPSEEK_V3,
     "deepseekv31": _DEEPSEEK_V31,
@@ -225,7 +227,8 @@ TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = {
     "gpt-oss": HARMONY,
     "hermes": _HERMES,
     "hunyuan": _hunyuan(),
-    "hunyuan-opensource": _hunyuan(":opensource"),
+    "hunyuan-opensource": _hunyuan(":opensource", "<tool_sep:opensource>"),
+    "hy_v4": _hunyuan(after_name=""),
     "inkling": INKLING,
     "interns1": CallFormat(
         begin=("<|action_start|> <|plugin|>", "<|action_start|><|plugin|>"), grammar=call_objects("<|action_end|>")
@@ -251,10 +254,15 @@ SHORT_ID = 9
 SHORT_IDS = frozenset(("mistral",))
 """Formats whose templates refuse ids of any other length."""
 
+
+def _think(suffix: str) -> ReasoningFormat:
+    return ReasoningFormat(begin=f"<think{suffix}>", end=f"</think{suffix}>")
+
+
 _THINK = ReasoningFormat()
 _THINK_INSIDE = ReasoningFormat(inside=True)
 
-REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = {
+_REASONING: Mapping[str, ReasoningFormat | MessageFormat] = {
     "apertus2509": ReasoningFormat(begin="<|inner_prefix|>", end="<|inner_suffix|>"),
     "deepseek-r1": _THINK_INSIDE,
     "deepseek-v3": _THINK,
@@ -263,7 +271,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = {
     "glm45": _THINK,
     "gpt-oss": HARMONY,
     "hunyuan": _THINK,
-    "hunyuan-opensource": ReasoningFormat(begin="<think:opensource>", end="</think:opensource>"),
+    "hunyuan-opensource": _think(":opensource"),
+    "hy_v4": _THINK,
     "inkling": INKLING,
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
     "kimi_k2": _THINK,
@@ -275,6 +284,41 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = {
     "qwen3": _THINK,
     "qwen3-thinking": _THINK_INSIDE,
 }
+
+
+_Form = TypeVar("_Form")
+
+
+class _Formats(dict[str, _Form]):
+    """Formats by name. "NAME:SUFFIX", for NAME in `suffixed`, is that format with ":SUFFIX" behind every tag's name."""
+
+    def __init__(self, formats: Mapping[str, _Form], suffixed: Mapping[str, Callable[[str], _Form]]) -> None:
+        super().__init__(formats)
+        self._suffixed, self._made = suffixed, dict[str, _Form]()
+
+    def __missing__(self, name: str) -> _Form:
+        base, colon, suffix = name.partition(":")
+        if not suffix or base not in self._suffixed:
+            raise KeyError(name)
+        if name not in self._made:
+            self._made[name] = self._suffixed[base](colon + suffix)
+        return self._made[name]
+
+
+TOOL_CALL_FORMATS: Mapping[str, CallFormat | MessageFormat] = _Formats(
+    _CALLS, {"hy_v4": lambda suffix: _hunyuan(suffix, "")}
+)
+REASONING_FORMATS: Mapping[str, ReasoningFormat | MessageFormat] = _Formats(_REASONING, {"hy_v4": _think})
+
+SUFFIXED = frozenset(("hy_v4",))
+"""Formats of which each checkpoint has tags with a suffix of its own, which its tokenizer tells."""
+_SUFFIXED_TAG = re.compile(r"<(?:think|tool_calls|tool_call|arg_key|arg_value)(:[^\s>]+)>")
+
+
+def tag_suffix(tokens: Iterable[str]) -> str:
+    """Returns what stands behind the names of tags among these tokens, with its colon; "": nothing."""
+    return next((found[1] for token in tokens if (found := _SUFFIXED_TAG.fullmatch(token))), "")
+
 
 OTHER_TAGS: Mapping[str, tuple[str, str]] = {"hunyuan": ("hunyuan-opensource", "<tool_calls:opensource>")}
 """Formats whose tags newer tokenizers spell otherwise: the format with these tags, and one that such a tokenizer has as

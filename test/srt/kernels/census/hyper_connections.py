@@ -14,10 +14,10 @@ def launch_hyper_connections(spec: HyperConnections, hidden: int) -> None:
     """Before the first block, between blocks, and behind the last one."""
     streams = spec.streams
     for tokens in (1, 100, 1000, MANY):
-        x, columns = empty(tokens, streams, hidden), streams + streams**2 + streams * spec.lagged
+        x, columns = empty(tokens, streams, hidden), sum(spec.pieces[1:]) + streams * spec.lagged
         placement = empty(tokens, columns, dtype=torch.float32)
-        made, between = (empty(tokens, hidden), placement), streams * (2 + streams)
-        forms = [(between, 3, (None, None)), (between, 3, made)]
+        made, between = (empty(tokens, hidden), placement), (spec.outputs, len(spec.pieces))
+        forms = [(*between, (None, None)), (*between, made)]
         for outputs, pieces, before in (*forms, *([] if spec.lagged else [(streams, 1, made)])):
             matrix, base, scale = (
                 empty(*shape, dtype=torch.float32) for shape in ((outputs, streams * hidden), (outputs,), (pieces,))

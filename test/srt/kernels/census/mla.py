@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
 from sglang.srt.layers.triton_ops import norm, part_rows
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.attention_parts import HeadGate
 
 from .gqa import launch_attention
 from .inputs import BF16, CACHES, CONTEXT, FP4, SLOTS, empty, tiles_of
@@ -24,20 +25,23 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
     """Absorbed attention, the store, and prompts over the prefixes of two requests in two chunks each, or in one that
     their window sees."""
     shape = mixer.attention_shape(tp_size)
-    launch_attention(shape, mixer.window, 0.0, False, arch, latent=True)
+    launch_attention(shape, mixer.window, 0.0, mixer.sinks, arch, latent=True)
     if mixer.sparse:
         for dtype, width, stored in (("bfloat16", shape.head_dim, BF16), ("fp8_e4m3", PACKED_BYTES, torch.uint8)):
             cache = empty(SLOTS, 1, width, dtype=stored)
-            launch_selected_attention(shape, [(cache, selected(2048))], False, dtype, arch)
+            launch_selected_attention(shape, [(cache, selected(2048))], mixer.sinks, dtype, arch)
         latent_pack.latent_pack_store(empty(100, shape.head_dim), cache, empty(100, dtype=torch.int64))
     record = mixer.record(FP4)
     if record is not None:
-        launch_records(shape, mixer.record, [2048], False, arch, in_table=not mixer.sparse)
+        launch_records(shape, mixer.record, [2048], mixer.sinks, arch, in_table=not mixer.sparse)
     if mixer.indexer is not None:
         launch_indexer(mixer.indexer, 1, arch)
         launch_index_rows(mixer.indexer, mixer.rope_dim)
-    if mixer.gate is not None:
+    if isinstance(mixer.gate, HeadGate):
         gated_norm.attention_head_gate(empty(8, shape.num_heads * mixer.v_dim), empty(8, shape.num_heads))
+    elif mixer.gate is not None:
+        output = empty(8, shape.num_heads * mixer.v_dim)
+        gated_norm.attention_output_gate(output, output)
     heads, dim, rank, rot = shape.num_heads, mixer.latent_dim, mixer.kv_lora_rank, mixer.rope_dim
     head_dim, v_dim = prompt = (mixer.qk_dim, mixer.v_dim)
     # The latent is a part of the product that makes q's latent too, or queries.
@@ -69,8 +73,9 @@ def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
             for prefix in ([], chunks):
                 out = empty(tokens, heads, v_dim)
                 latent_prompt.latent_prompt_attention(
-                    queries, entries, w_uk, w_uv, out, bounds, cache, prefix, scale=0.1, window=mixer.window, tile=tile
-                )
+                    queries, entries, w_uk, w_uv, out, bounds, cache, prefix, scale=0.1, window=mixer.window,
+                    sinks=empty(heads, dtype=torch.float32) if mixer.sinks else None, tile=tile,
+                )  # fmt: skip
 
 
 def launch_part_exchange(heads: int, v_head_dim: int, ranks: int) -> None:

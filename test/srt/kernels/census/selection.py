@@ -102,5 +102,6 @@ def launch_index_rows(indexer: Indexer, rot: int) -> None:
         q = empty(queries, indexer.num_heads, dim) if queries else None
         positions = empty(tokens, dtype=torch.int64)
         index_rope.index_norm_rope(
-            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.is_neox_style
-        )
+            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.is_neox_style,
+            indexer.first_rotary(rot),
+        )  # fmt: skip

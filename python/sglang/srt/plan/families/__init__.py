@@ -23,7 +23,7 @@ from sglang.srt.plan.families.glm4_moe import GLM4_MOE, GLM4V_MOE
 from sglang.srt.plan.families.glm5_next import GLM5_NEXT
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.hy_v3 import HY_V3
-from sglang.srt.plan.families.hy_v4 import HY_V4
+from sglang.srt.plan.families.hy_v4 import HY_V4, HY_V4_VL
 from sglang.srt.plan.families.inkling import INKLING
 from sglang.srt.plan.families.kimi_linear import KIMI_LINEAR
 from sglang.srt.plan.families.laguna import LAGUNA
@@ -80,6 +80,7 @@ FAMILIES: tuple[Family, ...] = (
         NAIVE_N05,
         HY_V3,
         HY_V4,
+        HY_V4_VL,
         STEP3P5,
         STEP3P7,
         STEP5,

@@ -127,3 +127,24 @@ HY_V4 = Family(
     read=hy_v4,
     names=_NAMES,
 )
+
+
+def hy_v4_vl(c: Config) -> Model:
+    """Returns the text model beside an image encoder. Its heads rotate in pairs; its rotary sections differ for images
+    alone, as tokens of text have one position in all of them."""
+    rope = c.default("rope_parameters", dict, {})
+    of_text = {key: value for key, value in rope.items() if key != "mrope_section"}
+    return hy_v4(c.usual({"rope_interleave": True}).with_values({"rope_parameters": of_text}))
+
+
+HY_V4_VL = replace(
+    HY_V4,
+    model_types=("hy_v4_vl", "hy_v4_vl_text"),
+    architectures=("HYV4VLForConditionalGeneration",),
+    read=hy_v4_vl,
+    names=replace(
+        _NAMES,
+        beginnings=(("model.language_model.", "model."),),
+        unread=(*_NAMES.unread, "vit.", "model.vit.", "model.vision_tower.", "model.patch_merger."),
+    ),
+)
