@@ -84,8 +84,9 @@ def test_streams_that_do_not_mix(num_tokens: int, size: int, first: bool, small_
     check(problem(num_tokens, 4, size, last=True, apart=True))
 
 
+@interpreter.kernel_test
 def test_a_magnitude_limits_the_weights_of_an_output() -> None:
-    given = {name: tensor.cpu() for name, tensor in problem(3, 4, 64, apart=True).items()}
+    given = problem(3, 4, 64, apart=True)
     ours = [hyper_native.hyper_connection(*given.values(), EPS, MIX_EPS, 0, False, limit)[2] for limit in (2.0, 3.0)]
     torch.testing.assert_close((ours[0] - MIX_EPS) * 1.5, ours[1] - MIX_EPS)
 

@@ -32,17 +32,25 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
 @pytest.mark.parametrize(
     ("num_tokens", "first", "count", "heads", "dims"),
     [
-        (1, 0, 1, 32, (128, 64)),
-        (5, 2, 3, 64, (128, 64)),
-        (40, 0, 0, 32, (128, 64)),
-        (40, 40, 0, 5, (24, 16)),
-        (9, 0, 9, 4, (256, 32)),
+        (1, 0, 1, 32, (128, 64, 0)),
+        (5, 2, 3, 64, (128, 64, 0)),
+        (40, 0, 0, 32, (128, 64, 0)),
+        (40, 40, 0, 5, (24, 16, 0)),
+        (9, 0, 9, 4, (256, 32, 0)),
+        (5, 2, 3, 32, (128, 64, 64)),
+        (9, 0, 9, 4, (24, 8, 10)),
     ],
 )
 def test_keys_and_queries(
-    num_tokens: int, first: int, count: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, is_neox_style: bool
+    num_tokens: int,
+    first: int,
+    count: int,
+    heads: int,
+    dims: tuple[int, int, int],
+    dtype: torch.dtype,
+    is_neox_style: bool,
 ) -> None:
-    dim, rot = dims
+    dim, rot, begin = dims
     # A slice of a wider product, whose mean is far from 0.
     keys = (randn(num_tokens, dim + 32, scale=3.0, dtype=torch.float32) + 5.0).to(dtype)[:, 32:]
     queries = randn(count, heads, dim, dtype=dtype) if count else None
@@ -53,13 +61,14 @@ def test_keys_and_queries(
     results = []
     for op in (index_rope.index_norm_rope, native_sparse_ops.index_norm_rope):
         own = None if queries is None else queries.clone()
-        results.append((op(keys, own, first, positions, cos_sin, weight, bias, 1e-6, is_neox_style), own))
+        results.append((op(keys, own, first, positions, cos_sin, weight, bias, 1e-6, is_neox_style, begin), own))
     (got, got_queries), (want, want_queries) = results
     bound = TOLERANCE[dtype]
     torch.testing.assert_close(got.float(), want.float(), rtol=bound, atol=bound)
     if queries is not None:
         torch.testing.assert_close(got_queries.float(), want_queries.float(), rtol=bound, atol=bound)
-        assert torch.equal(got_queries[..., rot:], queries[..., rot:])
+        for stays in (slice(0, begin), slice(begin + rot, dim)):
+            assert torch.equal(got_queries[..., stays], queries[..., stays])
 
 
 @interpreter.kernel_test

@@ -173,12 +173,13 @@ class Latents:
             self.cache[self.table[row, :begin].long()] = float("nan")
         return cut_prefixes(self.table, self.rows, lens, 1 << 20, begins=begins)
 
-    def reference(self, window: int = 0) -> torch.Tensor:
+    def reference(self, window: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """In fp32 throughout."""
         out = torch.empty(len(self.q), HEADS, self.v_dim, device=DEVICE)
         reference.expanded_latent_attention(
             self.q.float(), self.entries.float(), self.w_uk.float(), self.w_uv.float(), out, self.start_loc, self.cache,
             self.chunks(1 << 20), scale=self.softmax_scale, cache_scale=self.scale, window=window,
+            sinks=sinks,
         )  # fmt: skip
         return out
 
@@ -261,6 +262,32 @@ def test_absorbed_prompts_equal_uncompressed_ones(cache_dtype: torch.dtype) -> N
     assert relative_error(problem.values_of(out), problem.reference()) < BF16_BOUND
 
 
+@interpreter.kernel_test
+@pytest.mark.parametrize("chunk_tokens", [16, 1 << 20])
+def test_sinks(chunk_tokens: int) -> None:
+    """Prompts over expanded keys in several launches and few, absorbed ones, and decoding in pieces and in one."""
+    problem, sinks = Latents(128, 128), torch.linspace(-1.0, 3.0, HEADS, device=DEVICE)
+    want = problem.reference(sinks=sinks)
+    assert relative_error(want, problem.reference()) > 10 * BF16_BOUND
+    out = torch.full((len(problem.q), HEADS, problem.v_dim), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    latent_prompt.latent_prompt_attention(
+        problem.q, problem.entries, problem.w_uk, problem.w_uv, out, problem.start_loc, problem.cache,
+        problem.chunks(chunk_tokens), scale=problem.softmax_scale, sinks=sinks,
+        tile=tile_of("latent_prompt_attention", (problem.nope + ROT, problem.v_dim)),
+    )  # fmt: skip
+    assert relative_error(out, want) < BF16_BOUND
+    last, q = (problem.start_loc[1:] - 1).long(), problem.absorbed_queries()
+    got = decode(problem, q[last], decode_tile(problem.cache), 1 if chunk_tokens > 16 else 8, sinks=sinks)
+    assert relative_error(problem.values_of(got), want[last]) < BF16_BOUND
+    keys, absorbed = problem.entries[:, None], torch.empty(len(q), HEADS, RANK, dtype=q.dtype, device=DEVICE)
+    extend_attention_fwd(
+        q, keys, keys[..., :RANK], absorbed, problem.cache, problem.cache[..., :RANK], problem.table, problem.rows,
+        problem.prefix_lens, problem.start_loc, scale=problem.softmax_scale, sinks=sinks,
+        tile=tile_of("extend_attention", (RANK + ROT, RANK)),
+    )  # fmt: skip
+    assert relative_error(problem.values_of(absorbed), want) < BF16_BOUND
+
+
 def decode(
     problem: Latents, q: torch.Tensor, tile: AttentionTile, num_sms: int = 8, **features: object
 ) -> torch.Tensor:
@@ -320,7 +347,7 @@ def test_what_decoding_over_latents_cannot_do_is_refused() -> None:
     problem = Latents(128, 128)
     last = (problem.start_loc[1:] - 1).long()
     q, tile = problem.absorbed_queries()[last], decode_tile(problem.cache)
-    for feature in ({"sliding_window": 8, "chunked": True}, {"logit_cap": 3.0}, {"sinks": q[0, :, 0].float()}):
+    for feature in ({"sliding_window": 8, "chunked": True}, {"logit_cap": 3.0}):
         with pytest.raises(ValueError, match="latents has neither chunks"):
             decode(problem, q, tile, **feature)
     problem.cache = problem.cache.half()
