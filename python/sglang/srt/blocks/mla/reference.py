@@ -83,8 +83,8 @@ def expanded_latent_attention(
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
     * cache_scale, or of records; chunks: of the prefixes; with a `window`, which counts the token itself, a single one
-    of what the first new token of each sequence sees; sinks [H]: as in AttentionLayer. New tokens are seen as records, too: so answers do not depend on
-    where a prompt is cut. Waits for the device.
+    of what the first new token of each sequence sees; sinks [H]: as in AttentionLayer. New tokens are
+    seen as records, too: so answers do not depend on where a prompt is cut. Waits for the device.
     """
     rank = w_uk.shape[2]
     bounds = start_loc.tolist()

@@ -143,7 +143,9 @@ class LatentSite(SparseSite):
         self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
     ) -> None:
         if layer.dcp_size == 1:
-            self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale, sinks=layer.sinks, **self._form(layer))
+            self.attention(
+                q, ((layer.cache.k, selection),), out, scale=layer.scale, sinks=layer.sinks, **self._form(layer)
+            )
             return
         local = self._own_selection(selection)
 

@@ -117,9 +117,9 @@ def index_norm_rope(
     is_neox_style: bool = True,
     first_rotary: int = 0,
 ) -> torch.Tensor:
-    """Returns keys [T, D] (row stride free) normalized and rotated; rotates rot dims of queries [N, H, D] contiguous, of
-    the tokens from first_query on, in place (None: no queries), from dim `first_rotary` on. positions [T]; cos_sin [max_pos, rot]
-    fp32; weight, bias [D] fp32."""
+    """Returns keys [T, D] (row stride free) normalized and rotated; rotates queries [N, H, D] contiguous, of the tokens
+    from first_query on, in place (None: no queries): rot dims from `first_rotary` on. positions [T]; cos_sin
+    [max_pos, rot] fp32; weight, bias [D] fp32."""
     num_tokens, dim = keys.shape
     normed = torch.empty((num_tokens, dim), dtype=keys.dtype, device=keys.device)
     if num_tokens == 0:

@@ -84,9 +84,7 @@ def _attention(c: Config) -> MLA:
         raise UserError(f"{c.source}: 'index_head_dim' {latent.indexer.head_dim} is below 'qk_rope_head_dim'.")
     pairs = latent.rope.is_neox_style
     indexer = replace(latent.indexer, is_neox_style=pairs, rotary_last=True, key_eps=eps)
-    return replace(
-        latent, indexer=indexer, gate=ElementGate(own_projection=True), sinks=True, norms=LatentNorms()
-    )
+    return replace(latent, indexer=indexer, gate=ElementGate(own_projection=True), sinks=True, norms=LatentNorms())
 
 
 def _streams(c: Config) -> HyperConnections:
@@ -107,8 +105,8 @@ _NAMES = WeightMap(
         "moe.experts": "mlp.experts",
         **SHARED_NAMES,
     },
-    aliases=((".self_attn.learnable_sink_param", ".self_attn.sinks"), (".self_attn.gate_proj", ".self_attn.linear_gate")),
-    # The second place of `hc_pre` and gates under one name are those of files that transformers writes.
+    aliases=((".self_attn.learnable_sink_param", ".self_attn.sinks"),),
+    # Transformers writes gates of every kind under one name, and `hc_pre` at another place.
     renamings=(
         (r"\.hc_pre\.", "."),
         (r"\.hc_attn_layer\.hc_", ".hc_attn_"),

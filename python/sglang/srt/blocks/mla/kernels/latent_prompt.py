@@ -82,7 +82,8 @@ def gather_records_kernel(
 )
 def latent_prompt_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, part_o_ptr, part_lse_ptr, sinks_ptr, start_loc_ptr, key_start_ptr, num_seqs,
-    num_blocks, num_heads, scale, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
+    num_blocks, num_heads, scale, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot,
+    stride_oh,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -231,8 +232,8 @@ def attend_dense(
     block_d, block_dpe = split_head_dim(head_dim)
     part_o, part_lse = (out, out) if part is None else part
     latent_prompt_kernel[(num_blocks * num_heads,)](
-        q, k, v, out, part_o, part_lse, out if sinks is None or carry[1] else sinks, start_loc, key_start, num_seqs, num_blocks, num_heads, scale * LOG2E,
-        window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0),
+        q, k, v, out, part_o, part_lse, out if sinks is None or carry[1] else sinks, start_loc, key_start, num_seqs,
+        num_blocks, num_heads, scale * LOG2E, window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0),
         out.stride(1), HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
         HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1],
@@ -263,8 +264,8 @@ def latent_prompt_attention(
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1] int32 ascending; cache [S, 1, rank + rot], real value =
     stored value * cache_scale, or of records; chunks: as `cut_prefixes` makes them, or with a `window`, which counts
-    the query itself, a single one of what the first query of each sequence sees; sinks [H] fp32: as in AttentionLayer. Never waits for the device; the
-    launches follow from `chunks`, so it is not for CUDA graphs.
+    the query itself, a single one of what the first query of each sequence sees; sinks [H] fp32: as in
+    AttentionLayer. Never waits for the device; the launches follow from `chunks`, so it is not for CUDA graphs.
     """
     num_tokens, num_heads, v_dim = out.shape
     if num_tokens == 0:
