@@ -233,10 +233,10 @@ def attend_dense(
     part_o, part_lse = (out, out) if part is None else part
     latent_prompt_kernel[(num_blocks * num_heads,)](
         q, k, v, out, part_o, part_lse, out if sinks is None or carry[1] else sinks, start_loc, key_start, num_seqs,
-        num_blocks, num_heads, scale * LOG2E, window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0),
-        out.stride(1), HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
-        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
-        HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1],
+        num_blocks, num_heads, scale * LOG2E, window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+        v.stride(1), out.stride(0), out.stride(1), HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
+        BLOCK_DPE=block_dpe, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"],
+        BLOCK_N=tile["BLOCK_N"], CAUSAL=causal, HAS_WINDOW=window > 0, CARRY_IN=carry[0], CARRY_OUT=carry[1],
         HAS_SINKS=sinks is not None and not carry[1], num_warps=tile["num_warps"],
         num_stages=tile["num_stages"],
     )  # fmt: skip
