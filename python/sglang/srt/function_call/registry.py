@@ -317,7 +317,7 @@ _SUFFIXED_TAG = re.compile(r"<(?:think|tool_calls|tool_call|arg_key|arg_value)(:
 
 def tag_suffix(tokens: Iterable[str]) -> str:
     """Returns what stands behind the names of tags among these tokens, with its colon; "": nothing."""
-    return next((found[1] for token in tokens if (found := _SUFFIXED_TAG.fullmatch(token))), "")
+    return next((tag[1] for token in tokens if (tag := _SUFFIXED_TAG.fullmatch(token))), "")
 
 
 OTHER_TAGS: Mapping[str, tuple[str, str]] = {"hunyuan": ("hunyuan-opensource", "<tool_calls:opensource>")}
