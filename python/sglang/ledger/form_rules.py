@@ -94,9 +94,9 @@ _ATTENTION = {
         free="GROUP", at_most="HAS_GUESSES", counts=f"{_DECODE_COUNTS} window extent", absent=_WINDOW | _GUESSES
     ),
     "latent_decode.latent_decode_kernel": _rule(
-        at_most="HAS_GUESSES",
+        at_most="HAS_GUESSES HAS_SINKS",
         counts=f"{_DECODE_COUNTS} window",
-        absent=_GUESSES | {"HAS_WINDOW": "window seq_lens_ptr"},
+        absent=_SINKS | _GUESSES | {"HAS_WINDOW": "window seq_lens_ptr"},
     ),
     "decode_attention.combine_kernel": _rule(
         # Rows have a head dim that their columns do not divide, so that columns are masked.

@@ -381,11 +381,8 @@ def decode_attention_fwd(
     if num_kv_heads == 1 and v_head_dim < head_dim and v_cache.data_ptr() == k_cache.data_ptr():
         if chunked or logit_cap > 0:
             raise ValueError("attention over latents has neither chunks nor a logit cap")
-        if sinks is not None:  # which merging adds: with sums, of sequences with a single piece, too
-            keep_all_pieces(plan)
-            lse = torch.empty((num_seqs, num_tokens * num_heads), dtype=torch.float32, device=q.device)
         launch_latent_decode(
-            q, o, k_cache, req_to_token, req_pool_indices, seq_lens, plan, tiles, prefix_lens,
+            q, o, k_cache, req_to_token, req_pool_indices, seq_lens, plan, tiles, prefix_lens, sinks,
             sliding_window=sliding_window, scale=scale, k_scale=k_scale, v_scale=v_scale, tile=tile,
         )  # fmt: skip
     else:

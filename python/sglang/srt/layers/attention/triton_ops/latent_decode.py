@@ -52,11 +52,11 @@ def _peak(x):
 @triton.jit(do_not_specialize=["num_tokens"],
             do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr", "prefix_lens_ptr"])  # fmt: skip
 def latent_decode_kernel(
-    q_ptr, o_ptr, cache_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, prefix_lens_ptr, work_ptr,
+    q_ptr, o_ptr, cache_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, prefix_lens_ptr, sinks_ptr, work_ptr,
     part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, num_tokens, scale, v_scale, window, stride_qb, stride_qh,
     stride_ob, stride_oh, stride_cs, stride_rt, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_GUESSES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, H, rank + rope], latents [S, rank + rope] (FP8: pairs, as int16) -> o [B, H, rank] for sequences of one
     piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`, windows and guesses too.
@@ -162,6 +162,9 @@ def latent_decode_kernel(
         row_max = new_max
         slots = next_slots
 
+    if HAS_SINKS:
+        if num_pieces == 1:  # otherwise the merging of pieces adds them
+            row_sum += tl.exp2(tl.load(sinks_ptr + head, mask=head_ok, other=0.0) * 1.4426950408889634 - row_max)
     final = (v_scale / row_sum)[:, None]
     cols = tl.arange(0, HALF)
     if FP8:
@@ -194,6 +197,7 @@ def launch_latent_decode(
     plan: DecodePlan,
     tiles: int,
     prefix_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *,
     sliding_window: int,
     scale: float,
@@ -212,10 +216,11 @@ def launch_latent_decode(
     entries = latents.view(torch.int16) if fp8 else latents
     latent_decode_kernel[(plan.num_pieces * tiles,)](
         q, o, entries, req_to_token, req_pool_indices, seq_lens, seq_lens if prefix_lens is None else prefix_lens,
-        plan.work, plan.part_o, plan.part_lse, tiles, num_heads, num_rows // seq_lens.shape[0],
+        seq_lens if sinks is None else sinks, plan.work, plan.part_o, plan.part_lse, tiles, num_heads,
+        num_rows // seq_lens.shape[0],
         scale * k_scale * LOG2E, float(v_scale), sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1),
         entries.stride(0), req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"],
         BLOCK_N=tile["BLOCK_N"], FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, HAS_WINDOW=sliding_window > 0,
-        HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
-        **pdl.options(),
+        HAS_SINKS=sinks is not None, HAS_GUESSES=prefix_lens is not None, num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"], **pdl.options(),
     )  # fmt: skip
