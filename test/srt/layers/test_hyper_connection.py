@@ -86,9 +86,11 @@ def test_streams_that_do_not_mix(num_tokens: int, size: int, first: bool, small_
 
 @interpreter.kernel_test
 def test_a_magnitude_limits_the_weights_of_an_output() -> None:
-    given = problem(3, 4, 64, apart=True)
-    ours = [hyper_native.hyper_connection(*given.values(), EPS, MIX_EPS, 0, False, limit)[2] for limit in (2.0, 3.0)]
-    torch.testing.assert_close((ours[0] - MIX_EPS) * 1.5, ours[1] - MIX_EPS)
+    given, epsilon = problem(3, 4, 64, apart=True), 1e-2
+    for op in (hyper_native.hyper_connection, kernels.hyper_connection):
+        two, three = (op(*given.values(), EPS, epsilon, 0, False, limit)[2] for limit in (2.0, 3.0))
+        torch.testing.assert_close((two - epsilon) * 1.5, three - epsilon, rtol=1e-4, atol=1e-6)
+        assert (two > epsilon).all() and (two < 2.0 + epsilon).all()
 
 
 @interpreter.kernel_test

@@ -181,6 +181,8 @@ HY_V4 = {
     "indexer_types": ["full", "shared", "full", "shared"],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "hc_mult": 4,
+    "hc_magnitude": 1.5,
+    "hc_eps": 1e-3,
     "pad_token_id": 2,
     "bos_token_id": 0,
     "eos_token_id": 1,

@@ -79,6 +79,7 @@ SPELLINGS = {
     "hc_pre behind": (".hc_pre.hc_attn_layer.hc_", ".hc_attn_layer.hc_pre.hc_"),
     "without hc_pre": (".hc_pre.hc_", ".hc_"),
     "gates by their usual name": ("mlp.linear_gate", "mlp.gate_proj"),
+    "gates of attention by their class's name": ("self_attn.linear_gate", "self_attn.gate_proj"),
     "below a model with images": ("model.", "model.language_model."),
 }
 

@@ -17,6 +17,7 @@ from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexed_layers, latent_attention
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
+    CACHE_SCALE_ALIASES,
     EXPERT_NAMES,
     LATENT_NAMES,
     MLP_NAMES,
@@ -105,7 +106,7 @@ _NAMES = WeightMap(
         "moe.experts": "mlp.experts",
         **SHARED_NAMES,
     },
-    aliases=((".self_attn.learnable_sink_param", ".self_attn.sinks"),),
+    aliases=(*CACHE_SCALE_ALIASES, (".self_attn.learnable_sink_param", ".self_attn.sinks")),
     # Transformers writes gates of every kind under one name, and `hc_pre` at another place.
     renamings=(
         (r"\.hc_pre\.", "."),
@@ -113,7 +114,9 @@ _NAMES = WeightMap(
         (r"\.hc_mlp_layer\.hc_", ".hc_ffn_"),
         (r"\.hc_head\.(?:hc_head_|hc_)", ".hc_head_"),
         (r"\.mlp\.((?:shared_experts\.)?)linear_gate\.", r".mlp.\1gate_proj."),
+        (r"\.self_attn\.gate_proj\.", ".self_attn.linear_gate."),
     ),
+    modules=(("self_attn.gate_proj", "self_attn.linear_gate"),),
     behind=("model.hc_head_",),
     unread=("model.mtp_layers.",),
 )
