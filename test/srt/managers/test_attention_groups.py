@@ -42,7 +42,7 @@ def save_models(names: Iterable[str], ranks: RankLayout, folder: Path) -> dict[s
 
 def pool_of(name: str) -> int:
     """Tokens of a group's pool: more with large pages, of which a request has two at least."""
-    return 112 if "streams" in KINDS[name].tags else POOL
+    return 112 if KINDS[name].page > 1 and "streams" in KINDS[name].tags else POOL
 
 
 EIGHT_RANKS = layouts("8 ranks")
