@@ -53,6 +53,7 @@ BY_FAMILY: Mapping[str, Settings] = {
     "glm4v": GLM,
     "glm5_next": GLM,
     "kimi_k25": KIMI,
+    "dots3_note": {"vision_config": {**GLM, "image_processor_type": "Qwen2VLImageProcessor", **HALF}},
     "gemma4": {
         "image_processor_type": "Gemma4ImageProcessor",
         "max_soft_tokens": 280,
