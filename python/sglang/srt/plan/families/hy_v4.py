@@ -45,7 +45,8 @@ _ONLY: Mapping[str, object] = {
     "use_mla": True,
 }
 _TRAINING = ("bitwise_backward_align", "enable_lm_head_fp32", "learnable_sink_init", "mtp_loss_factor")
-"""Keys that change no answer here: logits are sums in fp32 whatever the key says of the matrix."""
+"""Keys that are not obeyed: three of training, and one for an output matrix in fp32, which is held in the model's type
+here, as routers are (docs/recipes.md says so)."""
 
 
 def hy_v4(c: Config) -> Model:
