@@ -84,8 +84,8 @@ def _attention(c: Config) -> MLA:
     assert latent.indexer is not None and latent.rope is not None
     if latent.indexer.head_dim < latent.rope_dim:
         raise UserError(f"{c.source}: 'index_head_dim' {latent.indexer.head_dim} is below 'qk_rope_head_dim'.")
-    pairs = latent.rope.is_neox_style
-    indexer = replace(latent.indexer, is_neox_style=pairs, rotary_last=True, key_eps=eps)
+    style = latent.rope.is_neox_style  # the indexer's heads rotate as those of attention do
+    indexer = replace(latent.indexer, is_neox_style=style, rotary_last=True, key_eps=eps)
     return replace(latent, indexer=indexer, gate=ElementGate(own_projection=True), sinks=True, norms=LatentNorms())
 
 
