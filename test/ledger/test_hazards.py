@@ -157,9 +157,10 @@ def test_two_values_in_one_place() -> None:
     fails("race", body.format("%r0"), "two threads write", shared=128)
 
 
-def test_two_roundings_in_one_place_are_a_choice() -> None:
-    """Half of the threads write 1, the others the next number: what a fused product makes of a sum of two threads."""
-    last = "and.b32 %r4, %r0, 1;\nadd.s32 %r5, %r4, 0x3f800000;\n"
+@pytest.mark.parametrize("first", ["0x3f800000", "0x7fc00000"], ids=["1", "not a number"])
+def test_two_roundings_in_one_place_are_a_choice(first: str) -> None:
+    """Half of the threads write one number, the others the next: what a fused product makes of a sum of two threads."""
+    last = f"and.b32 %r4, %r0, 1;\nadd.s32 %r5, %r4, {first};\n"
     done = run(module(SHARED + last + "st.shared.b32 [%r1], %r5;", shared=128), torch.zeros(1, dtype=torch.int32))
     assert done.choices == 1
 

@@ -222,12 +222,13 @@ def shared_write(
 def _differ_by_rounding(a: Array, b: Array) -> bool:
     """Returns whether what two threads write are results of one sum in two roundings. Compilers fuse the product of a
     thread's addend into its sum with another thread's, so that the two get sums that differ in the last places. Which
-    one stays is undefined; either is right."""
+    one stays is undefined; either is right, and so is any of two that are not a number."""
     if a.dtype.itemsize < 4:
         x, y = (bf16_values(v.astype(np.uint16)) for v in (a, b))
     else:
         x, y = (np.ascontiguousarray(v).view(np.float32) for v in (a, b))
-    return bool((np.abs(x - y) <= np.maximum(np.abs(x), np.abs(y)) * ROUNDING).all())
+    near = np.abs(x - y) <= np.maximum(np.abs(x), np.abs(y)) * ROUNDING
+    return bool((near | (np.isnan(x) & np.isnan(y))).all())
 
 
 def _local_places(memory: BlockMemory, lanes: Array | None, addresses: Array, size: int, count: int) -> Array:
