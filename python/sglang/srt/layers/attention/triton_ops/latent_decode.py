@@ -59,8 +59,8 @@ def latent_decode_kernel(
     HAS_GUESSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, H, rank + rope], latents [S, rank + rope] (FP8: pairs, as int16) -> o [B, H, rank] for sequences of one
-    piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`, windows and guesses too.
-    Grid: (pieces * head tiles,)."""
+    piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`, with its windows, sinks and
+    guesses. Grid: (pieces * head tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     piece = pid // num_head_tiles
